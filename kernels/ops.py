@@ -1,0 +1,142 @@
+"""What users call: the same operations on any device, from Triton or from torch.
+
+Triton serves CUDA and ROCm tensors, torch all others. ENGINE_KERNELS=triton|torch overrides the choice; `triton` with
+TRITON_INTERPRET=1 runs the kernels on CPU tensors. Where a Triton kernel does not cover a case yet (filters), the torch
+twin serves it on any device.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from . import philox, reference
+from .records import Draws, RowStats, Verdict
+
+METHODS = ("rejection",)
+
+
+def row_stats(
+    logits: Tensor,  # [B, V] or [B, W, V] any floating dtype, any row stride
+    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    top_k: Tensor | None = None,  # [B] int, <= 0 = off; None: off
+    top_p: Tensor | None = None,  # [B] float in (0, 1]; None: off
+    min_p: Tensor | None = None,  # [B] float in [0, 1]; None: off
+) -> RowStats:
+    """Threshold, log-sum-exp and argmax of every row; see `RowStats` and `reference.row_stats`.
+
+    Raises:
+        ValueError: naming the argument whose shape or dtype does not fit.
+    """
+    _check_logits("logits", logits, (2, 3))
+    _check_rows(logits.shape[0], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    if _use_triton(logits) and not _filtered(top_k, top_p, min_p):
+        from .row_stats import row_stats as triton_row_stats
+
+        return triton_row_stats(logits, temperature)
+    return reference.row_stats(logits, temperature, top_k, top_p, min_p)
+
+
+def sample(
+    logits: Tensor,  # [B, V] or [B, W, V] any floating dtype, any row stride
+    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    top_k: Tensor | None = None,  # [B] int; None: off
+    top_p: Tensor | None = None,  # [B] float; None: off
+    min_p: Tensor | None = None,  # [B] float; None: off
+    *,
+    seed: Tensor,  # [B] int64
+    position: Tensor,  # [B] int64, absolute position of the token drawn from column 0
+    origin: Tensor | None = None,  # [B] int64, position of the round's first drafted token; None: 0
+    stream: int = philox.SAMPLE,  # philox.DRAFT when drafting
+) -> Draws:
+    """One token per row and the stats of the rows, in one reading; see `reference.sample`.
+
+    Raises:
+        ValueError: naming the argument whose shape or dtype does not fit.
+    """
+    _check_logits("logits", logits, (2, 3))
+    rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    _check_rows(logits.shape[0], **rows, seed=seed, position=position, origin=origin)
+    if _use_triton(logits) and not _filtered(top_k, top_p, min_p):
+        from .sample import sample as triton_sample
+
+        return triton_sample(logits, temperature, seed=seed, position=position, origin=origin, stream=stream)
+    return reference.sample(logits, **rows, seed=seed, position=position, origin=origin, stream=stream)
+
+
+def verify(
+    target_logits: Tensor,  # [B, K+1, V_target] any floating dtype, any row stride
+    draft_tokens: Tensor,  # [B, K] int64, -1 where a row proposes fewer
+    draft_logits: Tensor | None = None,  # [B, K, V_draft] the logits the drafts were drawn from; None: one-hot
+    draft_stats: RowStats | None = None,  # of draft_logits, [B, K], if the sampler already computed them
+    *,
+    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    top_k: Tensor | None = None,  # [B] int; None: off
+    top_p: Tensor | None = None,  # [B] float; None: off
+    min_p: Tensor | None = None,  # [B] float; None: off
+    seed: Tensor,  # [B] int64
+    position: Tensor,  # [B] int64, absolute position of the first drafted token
+    method: str = "rejection",
+) -> Verdict:
+    """How many drafts stand, and the next token; see `reference.verify` for the rule and `Status` for the flags.
+
+    Target and draft rows go through the same temperature and filters. V_draft may differ from V_target: a token that a
+    vocabulary lacks has probability 0 in it.
+
+    Raises:
+        ValueError: naming the argument whose shape, dtype or value does not fit.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    _check_logits("target_logits", target_logits, (3,))
+    batch, width, _ = target_logits.shape
+    if draft_tokens.shape != (batch, width - 1) or draft_tokens.dtype != torch.int64:
+        raise ValueError(
+            f"draft_tokens must be int64 of shape [B, K] = [{batch}, {width - 1}] for target_logits of shape "
+            f"{list(target_logits.shape)}, got {draft_tokens.dtype} of shape {list(draft_tokens.shape)}"
+        )
+    if draft_logits is not None:
+        _check_logits("draft_logits", draft_logits, (3,))
+        if draft_logits.shape[:2] != draft_tokens.shape:
+            raise ValueError(
+                f"draft_logits must be [B, K, V_draft] with [B, K] = {list(draft_tokens.shape)}, "
+                f"got shape {list(draft_logits.shape)}"
+            )
+    elif draft_stats is not None:
+        raise ValueError("draft_stats must be None where draft_logits is None (a one-hot draft has none)")
+    rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    _check_rows(batch, **rows, seed=seed, position=position)
+    if _use_triton(target_logits) and not _filtered(top_k, top_p, min_p):
+        from .verify import verify as triton_verify
+
+        return triton_verify(
+            target_logits, draft_tokens, draft_logits, draft_stats, temperature=temperature, seed=seed, position=position
+        )
+    return reference.verify(target_logits, draft_tokens, draft_logits, draft_stats, **rows, seed=seed, position=position)
+
+
+def _use_triton(tensor: Tensor) -> bool:
+    choice = os.environ.get("ENGINE_KERNELS", "")
+    if choice not in ("", "triton", "torch"):
+        raise ValueError(f"ENGINE_KERNELS must be 'triton' or 'torch', got {choice!r}")
+    if tensor.dtype == torch.float64:
+        return False  # the kernels compute in float32
+    return choice == "triton" or (choice == "" and tensor.is_cuda)
+
+
+def _filtered(*filters: Tensor | None) -> bool:
+    return any(value is not None for value in filters)
+
+
+def _check_logits(name: str, logits: Tensor, dims: tuple[int, ...]) -> None:
+    if not logits.is_floating_point() or logits.dim() not in dims or logits.shape[-1] == 0:
+        shapes = " or ".join("[B, V]" if d == 2 else "[B, W, V]" for d in dims)
+        raise ValueError(
+            f"{name} must be floating and {shapes} with V > 0, got {logits.dtype} of shape {list(logits.shape)}"
+        )
+
+
+def _check_rows(batch: int, **values: Tensor | None) -> None:
+    for name, value in values.items():
+        if value is not None and value.shape != (batch,):
+            raise ValueError(f"{name} must have shape [B] = [{batch}], got {list(value.shape)}")

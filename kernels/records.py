@@ -1,0 +1,50 @@
+"""The small records that cross the kernel boundary, and the status flags."""
+
+from enum import IntFlag
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Status(IntFlag):
+    """Why a row of a verdict is not an ordinary one. 0 means that all is well.
+
+    Only what was *reached* counts: rows after the deciding one never influence the status, so it does not depend on
+    what a drafter proposed behind a rejection.
+    """
+
+    NAN_TARGET = 1  # a target row with NaN or +inf: nothing is drawn from it, the verdict ends before it
+    EMPTY_TARGET = 2  # a target row that is -inf throughout: likewise
+    INVALID_DRAFT = 4  # a draft row without a distribution (NaN, +inf, all -inf): the draft ends before it
+    ZERO_DRAFT_PROB = 8  # q(token) = 0 for a proposed token, so q did not draw it: the draft ends before it
+    EMPTY_RESIDUAL = 16  # p <= q everywhere after a rejection (rounding): the target's own distribution is used
+
+
+FATAL_STATUS = Status.NAN_TARGET | Status.EMPTY_TARGET
+
+
+class RowStats(NamedTuple):
+    """A distribution is its logits and these numbers: prob(v) = exp(logit_v / T - lse) where logit_v >= threshold, else 0.
+
+    Greedy rows (temperature 0) have threshold = the row's maximum and lse taken at temperature 1.
+    A row with NaN or +inf has lse = NaN; a row that is -inf throughout has lse = -inf.
+    """
+
+    threshold: Tensor  # [...] float32 (float64 for float64 logits), in units of the raw logits; -inf: unfiltered
+    lse: Tensor  # [...] same dtype, log-sum-exp of the kept logits / T
+    argmax: Tensor  # [...] int64, the lowest id among the largest logits
+
+
+class Draws(NamedTuple):
+    """What `sample` returns."""
+
+    tokens: Tensor  # [B] or [B, W] int64; -1 where the row has no distribution
+    stats: RowStats  # of the rows that were drawn from
+
+
+class Verdict(NamedTuple):
+    """What `verify` returns."""
+
+    tokens: Tensor  # [B, K+1] int64: accepted drafts, then the next token, then -1
+    num_accepted: Tensor  # [B] int32
+    status: Tensor  # [B] int32, bits of Status
