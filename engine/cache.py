@@ -1,0 +1,106 @@
+"""RaggedCache: static K/V buffers in which every row has its own length.
+
+A row's K/V is valid below its `seq_lens` (held by `BatchState`, not here); what lies beyond is stale, masked, and
+overwritten in time. Rolling back is therefore lowering `seq_lens` and touches no memory. Each buffer has one more place
+than rows can use, the trash slot, where the K/V of padding goes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass
+class CallPlan:
+    """Where one model call reads and writes; shared by all layers, set anew before each call."""
+
+    rows: slice  # the slots of this call, contiguous
+    write_at: Tensor  # [n, W] int64 positions; the trash slot where a column is padding
+    kv_length: int  # keys and values [0, kv_length) are handed to attention
+
+
+class RaggedLayer(CacheLayerMixin):
+    """One layer's buffers: keys and values [slots, heads, capacity + 1, head_dim]."""
+
+    is_sliding = False  # sliding layers keep all K/V too, the mask holds their window
+
+    def __init__(self, owner: "RaggedCache") -> None:
+        super().__init__()
+        self._owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = self._zeros_like(key_states), self._zeros_like(value_states)
+        self.is_initialized = True
+
+    def _zeros_like(self, states: Tensor) -> Tensor:
+        _, heads, _, head_dim = states.shape
+        # Zeros, not garbage: masked values are multiplied by probability 0, and 0 * NaN is NaN.
+        return states.new_zeros(self._owner.num_slots, heads, self._owner.capacity + 1, head_dim)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Scatter new K/V [n, heads, W, head_dim] and return those that attention reads, [n, heads, kv_length, head_dim]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        plan = self._owner.plan
+        keys, values = self.keys[plan.rows], self.values[plan.rows]
+        row = torch.arange(keys.shape[0], device=keys.device)[:, None]
+        keys[row, :, plan.write_at] = key_states.transpose(1, 2)
+        values[row, :, plan.write_at] = value_states.transpose(1, 2)
+        return keys[:, :, : plan.kv_length], values[:, :, : plan.kv_length]
+
+    def grow(self, capacity: int) -> None:
+        """Move to longer buffers, keeping what is there."""
+        if not self.is_initialized:
+            return
+        old_keys, old_values, old = self.keys, self.values, self.keys.shape[2] - 1
+        self.keys, self.values = self._zeros_like(old_keys), self._zeros_like(old_values)
+        self.keys[:, :, :old] = old_keys[:, :, :old]
+        self.values[:, :, :old] = old_values[:, :, :old]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._owner.plan.kv_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # there is no single length; positions are always passed explicitly
+
+    def get_max_length(self) -> int:
+        return self._owner.capacity
+
+
+class RaggedCache(Cache):
+    """A `transformers` cache for `num_slots` rows of individual length.
+
+    Args:
+        num_layers: layers of the model.
+        num_slots: rows.
+        granularity: lengths handed to attention are multiples of this.
+    """
+
+    def __init__(self, num_layers: int, num_slots: int, granularity: int) -> None:
+        self.num_slots, self.granularity, self.capacity = num_slots, granularity, 0
+        self.plan = CallPlan(slice(0, 0), torch.empty(0, 0, dtype=torch.int64), 0)
+        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` tokens."""
+        if length > self.capacity:
+            self.capacity = self.round_up(length)
+            for layer in self.layers:
+                layer.grow(self.capacity)
+
+    def round_up(self, length: int) -> int:
+        return -(-length // self.granularity) * self.granularity
+
+    def plan_call(self, rows: slice, positions: Tensor, valid: Tensor, kv_length: int) -> None:
+        """Prepare a model call: positions and valid are [n, W]; padding columns are not valid."""
+        self.plan = CallPlan(rows, positions.where(valid, self.capacity), min(self.round_up(kv_length), self.capacity))
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot's stale K/V. Needed only after NaN, which would survive a mask."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[slot].zero_()
+                layer.values[slot].zero_()

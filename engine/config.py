@@ -1,0 +1,104 @@
+"""What a user asks for: frozen dataclasses that check themselves."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+VERIFICATION_METHODS = ("rejection",)
+
+
+def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    """Raise ValueError unless `value` is an int (not a bool) in [minimum, maximum]."""
+    rule = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an int {rule}, got {value!r}")
+    if value < minimum or (maximum is not None and value > maximum):
+        raise ValueError(f"{name} must be {rule}, got {value}")
+
+
+def _check_float(name: str, value: Any, rule: str, allowed: bool) -> None:
+    if not allowed:
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one prompt is continued.
+
+    Attributes:
+        temperature: >= 0; 0 is greedy.
+        top_k: keep the k likeliest tokens; 0: off.
+        top_p: keep the smallest set of likeliest tokens with at least this mass, in (0, 1]; 1: off.
+        min_p: keep tokens with at least this share of the likeliest one's probability, in [0, 1]; 0: off.
+        max_new_tokens: at most this many tokens, >= 1.
+        seed: in [0, 2**63); the text depends on it and not on the batch. None: a fresh one for each request.
+        stop: end before any of these strings, also where one spans several tokens.
+        ignore_eos: do not end at the model's end-of-sequence tokens.
+
+    Raises:
+        ValueError: naming the field, the value and the rule.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        t, p, m = self.temperature, self.top_p, self.min_p
+        _check_float("temperature", t, "a finite number >= 0", _is_number(t) and t >= 0)
+        check_int("top_k", self.top_k, 0)
+        _check_float("top_p", p, "in (0, 1]", _is_number(p) and 0 < p <= 1)
+        _check_float("min_p", m, "in [0, 1]", _is_number(m) and 0 <= m <= 1)
+        check_int("max_new_tokens", self.max_new_tokens, 1)
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, 2**63 - 1)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
+        object.__setattr__(self, "stop", stop)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs; the arguments of `engine.load` that are not objects.
+
+    Attributes:
+        num_draft_tokens: tokens proposed in a round, >= 0.
+        verification: "rejection"; temperature 0 is greedy under it.
+        exact: every target call has one shape, so that the text is bit for bit the same with and without speculation.
+            None: True on an accelerator, False on CPU.
+        max_batch_size: rows that decode together, >= 1.
+        max_length: prompt and new tokens together, >= 2; None: the model's context.
+
+    Raises:
+        ValueError: naming the field, the value and the rule.
+    """
+
+    num_draft_tokens: int = 5
+    verification: str = "rejection"
+    exact: bool | None = None
+    max_batch_size: int = 8
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("num_draft_tokens", self.num_draft_tokens, 0)
+        if self.verification not in VERIFICATION_METHODS:
+            methods = ", ".join(VERIFICATION_METHODS)
+            raise ValueError(f"verification must be one of {methods}, got {self.verification!r}")
+        if self.exact not in (None, True, False):
+            raise ValueError(f"exact must be True, False or None, got {self.exact!r}")
+        check_int("max_batch_size", self.max_batch_size, 1)
+        if self.max_length is not None:
+            check_int("max_length", self.max_length, 2)

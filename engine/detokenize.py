@@ -1,0 +1,88 @@
+"""Token ids to text, token by token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .output import Span
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows a character whose bytes have not all come
+
+
+class TextStream:
+    """Grows a text from tokens, never handing out half a character or the beginning of a stop string.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        stop: the text ends before the first of these.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._ids: list[int] = []
+        # Tokens are decoded in a window that begins with the last finished ones: some decoders treat a first token apart.
+        self._window, self._read = 0, 0
+        self._spans: list[Span] = []  # not yet handed out
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_id: int, drafted: bool) -> bool:
+        """Append a token; True if the text has now reached a stop string, before which it is cut."""
+        self._ids.append(token_id)
+        known = self._decode(self._ids[self._window : self._read])
+        grown = self._decode(self._ids[self._window :])
+        if len(grown) > len(known) and not grown.endswith(_INCOMPLETE):
+            self._window, self._read = self._read, len(self._ids)
+            self._append(grown[len(known) :], drafted)
+        return self.stopped
+
+    def finish(self) -> None:
+        """No token follows: what was held back as incomplete belongs to the text."""
+        if not self.stopped and self._read < len(self._ids):
+            known = self._decode(self._ids[self._window : self._read])
+            self._append(self._decode(self._ids[self._window :])[len(known) :], drafted=False)
+            self._read = len(self._ids)
+
+    def take(self, last: bool) -> tuple[Span, ...]:
+        """The spans that may be shown by now; all of them if no token follows."""
+        held = 0 if last or self.stopped else self._stop_beginning()
+        taken, kept = [], []
+        for span in reversed(self._spans):
+            cut = len(span.text) - min(held, len(span.text))
+            held -= len(span.text) - cut
+            kept.append(Span(span.text[cut:], span.drafted))
+            taken.append(Span(span.text[:cut], span.drafted))
+        self._spans = [span for span in reversed(kept) if span.text]
+        return tuple(span for span in reversed(taken) if span.text)
+
+    def _append(self, text: str, drafted: bool) -> None:
+        searched_from = max(0, len(self.text) - max(map(len, self._stop), default=0))
+        self.text += text
+        self._spans.append(Span(text, drafted))
+        found = [at for at in (self.text.find(stop, searched_from) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            surplus = len(self.text) - min(found)
+            self.text = self.text[: min(found)]
+            while surplus:
+                span = self._spans.pop()
+                keep = max(0, len(span.text) - surplus)
+                surplus -= len(span.text) - keep
+                if keep:
+                    self._spans.append(Span(span.text[:keep], span.drafted))
+
+    def _stop_beginning(self) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        longest = min(len(self.text), max(map(len, self._stop), default=1) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+    def _decode(self, ids: list[int]) -> str:
+        return decode(self._tokenizer, ids)
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """Text of token ids without special tokens, exactly as the tokens spell it."""
+    text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text

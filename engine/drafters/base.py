@@ -1,0 +1,27 @@
+"""The narrow door between the loop and a drafter."""
+
+from typing import Protocol, runtime_checkable
+
+from ..state import BatchState, Proposal, Verdict
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens for a batch of rows. Everything it needs is in the state; nothing may wait for the device.
+
+    A drafter that keeps something per row keeps it per slot: row b of a state is slot `state.first_slot + b`.
+    """
+
+    def prefill(self, state: BatchState) -> None:
+        """New rows have taken these slots: their prompts are the first `seq_lens + 1` tokens."""
+
+    def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
+        """At most `num_draft_tokens` tokens per row, to follow the pending token.
+
+        Tokens that were drawn at random must come with the logits they were drawn from, under the row's temperature and
+        filters and the stream DRAFT; a proposal without logits counts as one-hot.
+        """
+        ...
+
+    def observe(self, state: BatchState, verdict: Verdict) -> None:
+        """The round's outcome; the state has it already."""

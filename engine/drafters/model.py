@@ -1,0 +1,79 @@
+"""Drafting with a smaller language model of the same vocabulary (Leviathan et al., arXiv 2211.17192)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..backend import DRAFT, RowStats, sample
+from ..model import RaggedModel
+from ..state import BatchState, Proposal, Verdict
+
+
+class DraftModel:
+    """Any causal language model whose tokenizer is the target's.
+
+    Its cache follows the target's `seq_lens`: after a round, the K/V of all committed tokens but the last two is in it.
+    (The round fed it every draft but its last, so after full acceptance that one is missing.) A round therefore begins by
+    feeding the last two tokens of the text, one of them perhaps again.
+
+    Args:
+        model: the draft model; on the target's device.
+        tokenizer: its tokenizer, to be compared with the target's; None where they are known to be the same.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self._ragged: RaggedModel | None = None
+        self._shared_vocab_size = 0
+
+    def attach(self, num_slots: int, target_vocab_size: int) -> None:
+        """Make a cache for the target's slots; drafts are drawn from ids that both models have."""
+        self._ragged = RaggedModel(self.model, num_slots, role="drafter")
+        self._shared_vocab_size = min(self._ragged.vocab_size, target_vocab_size)
+
+    @property
+    def ragged(self) -> RaggedModel:
+        """The model over its cache; `attach` comes first."""
+        assert self._ragged is not None
+        return self._ragged
+
+    def prefill(self, state: BatchState) -> None:
+        """Read the prompts of new rows, but for their pending tokens."""
+        self.ragged.cache.reserve(state.tokens.shape[1] - 1)
+        self.ragged.prefill(state.tokens, state.seq_lens, state.max_text_length - 1, state.rows)
+
+    def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
+        """Draw token after token, each row under its own temperature and filters."""
+        # The last two tokens; only one where the text has no more, none in rows that are not active.
+        start = (state.seq_lens - 1).clamp(min=0)
+        fed = (state.seq_lens - start + 1) * state.active
+        pair = state.gather(start[:, None] + torch.arange(2, device=start.device))
+        logits = self._decode(state, pair, start, fed, extra=0)
+        last = (fed - 1).clamp(min=0)[:, None, None].expand(-1, -1, logits.shape[-1])
+        steps = [self._draw(state, logits.gather(1, last), 0)]
+        for step in range(1, num_draft_tokens):
+            start = state.seq_lens + step
+            inside = (start < state.limits).long()
+            logits = self._decode(state, steps[-1][0].clamp(min=0), start, inside, extra=step)
+            steps.append(self._draw(state, logits, step))
+        tokens = torch.cat([tokens for tokens, _, _ in steps], dim=1)
+        if state.all_greedy:  # a greedy draft is one-hot, and its logits decide nothing
+            return Proposal(tokens)
+        rows = [torch.cat(field, dim=1) for field in zip(*(stats for _, _, stats in steps), strict=True)]
+        return Proposal(tokens, torch.cat([logits for _, logits, _ in steps], dim=1), RowStats(*rows))
+
+    def observe(self, state: BatchState, verdict: Verdict) -> None:
+        """Nothing to do: rolling back is the state's lower `seq_lens`."""
+
+    def _decode(self, state: BatchState, tokens: Tensor, start: Tensor, valid: Tensor, extra: int) -> Tensor:
+        length = state.max_text_length + extra
+        return self.ragged.decode(tokens, start, valid, state.rows, length)[..., : self._shared_vocab_size]
+
+    def _draw(self, state: BatchState, logits: Tensor, step: int) -> tuple[Tensor, Tensor, RowStats]:
+        origin = state.position
+        draws = sample(
+            logits, **state.sampling, seed=state.seed, position=origin + step, origin=origin, stream=DRAFT
+        )
+        return draws.tokens, logits, draws.stats

@@ -1,0 +1,53 @@
+"""Drafting by looking back: what followed the last time that the text ended like this?
+
+Prompt lookup decoding (Saxena 2023; Yang et al., "Inference with reference", arXiv 2304.04487): costs no model, and pays
+where the output repeats parts of the prompt or of itself.
+"""
+
+import torch
+from torch.nn.functional import pad
+
+from ..config import check_int
+from ..state import BatchState, Proposal, Verdict
+
+
+class NGramDrafter:
+    """Proposes the continuation of the most recent among the longest earlier matches of the text's end.
+
+    Where the continuation runs into the end of the text, the text is periodic there, and the period goes on.
+
+    Args:
+        min_ngram: shortest match that counts, >= 1.
+        max_ngram: longest match looked for, >= min_ngram.
+    """
+
+    def __init__(self, min_ngram: int = 1, max_ngram: int = 8) -> None:
+        check_int("min_ngram", min_ngram, 1)
+        check_int("max_ngram", max_ngram, min_ngram)
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+
+    def prefill(self, state: BatchState) -> None:
+        """Nothing is kept."""
+
+    def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
+        """See the class."""
+        length = state.max_text_length
+        text = state.tokens[:, :length]
+        end = state.seq_lens[:, None]  # index of the last token
+        place = torch.arange(length, device=text.device)
+
+        # matched[b, j]: how many tokens up to and including j equal the last ones of the text
+        matched = torch.zeros_like(text)
+        unbroken = place < end
+        for back in range(self.max_ngram):
+            unbroken = unbroken & (pad(text, (back, 0), value=-1)[:, :length] == state.gather(end - back))
+            matched += unbroken
+
+        best = (matched * length + place).argmax(dim=1, keepdim=True)
+        found = matched.gather(1, best) >= self.min_ngram
+        step = torch.arange(num_draft_tokens, device=text.device)
+        tokens = state.gather(best + 1 + step % (end - best).clamp(min=1))
+        return Proposal(tokens.where(found, -1))
+
+    def observe(self, state: BatchState, verdict: Verdict) -> None:
+        """Nothing is kept."""

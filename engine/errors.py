@@ -1,0 +1,28 @@
+"""Errors of the engine that are no plain ValueError or FileNotFoundError."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .output import Output
+
+
+class EngineError(RuntimeError):
+    """Something went wrong while generating."""
+
+
+class InvalidLogitsError(EngineError):
+    """The target returned logits with NaN or +inf, or nothing but -inf: there is no distribution to draw from.
+
+    Attributes:
+        outputs: one entry per prompt, in order: its `Output` where it had ended already, else None.
+    """
+
+    def __init__(self, message: str, outputs: list[Output | None]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
+
+
+class UnsupportedModelError(ValueError):
+    """The architecture cannot be decoded over a ragged cache; the message says which and why."""

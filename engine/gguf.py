@@ -1,0 +1,127 @@
+"""A GGUF file, converted once to safetensors in the user's cache folder.
+
+transformers reads GGUF, but takes about 20 s for 135M parameters each time (dequantising, rebuilding the tokenizer); the
+converted folder loads in one or two. The folder is made beside its final place and renamed, so it is whole or absent; its
+manifest holds sizes and checksums, so that a damaged one is noticed and made anew.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "SPECULATIVE_ENGINE_CACHE"
+_MANIFEST = "manifest.json"
+_FORMAT = 1  # of the converted folder; part of its name
+
+
+def converted(path: Path, dtype: torch.dtype) -> Path:
+    """The folder that a GGUF file was converted to in this dtype, made now if need be.
+
+    Raises:
+        ValueError: if the file is no GGUF file, or is truncated.
+        OSError: if the cache folder cannot be written (the environment variable SPECULATIVE_ENGINE_CACHE moves it).
+    """
+    _check_file(path)
+    root = Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("speculative-engine"))
+    folder = root / f"{path.stem}-{str(dtype).removeprefix('torch.')}-{_fingerprint(path)}"
+    if folder.exists():
+        if _is_intact(folder):
+            return folder
+        logger.warning("the converted checkpoint %s is damaged: making it anew from %s", folder, path)
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".converting-") as scratch:
+        made = Path(scratch) / "checkpoint"
+        _convert(path, dtype, made)
+        _write_manifest(made)
+        if folder.exists():  # damaged, or another process was quicker
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            os.replace(made, folder)
+        except OSError:
+            if not _is_intact(folder):
+                raise
+    return folder
+
+
+def _convert(path: Path, dtype: torch.dtype, folder: Path) -> None:
+    options: dict[str, Any] = {"gguf_file": path.name, "dtype": dtype}
+    if hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed unless told otherwise
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    logger.info("converting %s", path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ValueError(f"target must be a GGUF file of a supported architecture; {path} failed: {error}") from error
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # the weights are plain now
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _check_file(path: Path) -> None:
+    """Magic, header and, through it, the length that the file must have."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"target must be a GGUF file, got {path}, which does not begin with 'GGUF'")
+    from gguf import GGUFReader
+
+    try:
+        tensors = GGUFReader(path).tensors
+        end = max((int(tensor.data_offset + tensor.n_bytes) for tensor in tensors), default=0)
+    except Exception as error:  # the reader fails in many ways on a file that ends too early
+        raise ValueError(f"target must be a whole GGUF file, got {path}, which is truncated or damaged: {error}") from error
+    if not tensors or end > path.stat().st_size:
+        raise ValueError(
+            f"target must be a whole GGUF file, got {path} with {path.stat().st_size} bytes of at least {end}: truncated"
+        )
+
+
+def _fingerprint(path: Path) -> str:
+    """Name of a file's content: its size and 64 samples over its length."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{_FORMAT} {size}".encode())
+    with path.open("rb") as file:
+        for sample in range(64):
+            file.seek(sample * size // 64)
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()[:16]
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(folder.iterdir())}
+    (folder / _MANIFEST).write_text(json.dumps(files, indent=1))
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / _MANIFEST).read_text())
+        return bool(files) and all(
+            (folder / name).stat().st_size == size and _checksum(folder / name) == checksum
+            for name, (size, checksum) in files.items()
+        )
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False

@@ -1,0 +1,183 @@
+"""From what a user names (hub id, folder, GGUF file, live model) to an engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from .config import EngineConfig
+from .drafters import Drafter, DraftModel, NGramDrafter
+from .engine import Engine
+from .support import check_config
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model and its tokenizer, if it has one."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+
+
+def load(
+    target: str | Path | PreTrainedModel,
+    drafter: str | Path | PreTrainedModel | Drafter | None = "ngram",
+    num_draft_tokens: int = 5,
+    verification: str = "rejection",
+    exact: bool | None = None,
+    max_batch_size: int = 8,
+    max_length: int | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    tokenizer: Any = None,
+) -> Engine:
+    """Make an engine.
+
+    Args:
+        target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on).
+        drafter: "ngram"; None for plain decoding; a hub id, folder or GGUF file of a draft model; a live draft model, which
+            must share the target's vocabulary; or an object with `prefill`, `propose` and `observe`.
+        num_draft_tokens: tokens proposed in a round (K), >= 0.
+        verification: "rejection". Temperature 0 is greedy under it.
+        exact: the text is bit for bit the same with and without speculation, for any drafter and K. Every target call then
+            has one shape. None: True on an accelerator, where that is nearly free, False on CPU.
+        max_batch_size: rows that decode together; more prompts wait for a free one.
+        max_length: prompt and new tokens together; None: the model's context.
+        dtype: "auto" (the checkpoint's own; bfloat16 for GGUF), a torch dtype or its name.
+        device: "auto" (CUDA if there is one, else CPU; a live model's own), or a torch device.
+        tokenizer: of a live model, or to replace the checkpoint's; None: prompts of a live model are token ids.
+
+    Raises:
+        ValueError: for an argument out of its range, a damaged checkpoint, or a drafter of another vocabulary.
+        FileNotFoundError: for a path that does not exist.
+        UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
+        OSError: for a hub id that cannot be had.
+    """
+    config = EngineConfig(num_draft_tokens, verification, exact, max_batch_size, max_length)
+    dtype, device = _dtype(dtype), _device(device, target)
+    if isinstance(tokenizer, str | Path):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    if isinstance(drafter, str) and drafter == "ngram":
+        drafter = NGramDrafter()
+    elif drafter is not None and not isinstance(drafter, str | Path | PreTrainedModel | Drafter):
+        raise ValueError(
+            f"drafter must be 'ngram', None, a hub id, a path, a PreTrainedModel, or have prefill, propose and observe; "
+            f"got {type(drafter).__name__}"
+        )
+    main = _checkpoint(target, "target", dtype, device, tokenizer)
+    if isinstance(drafter, str | Path | PreTrainedModel):
+        draft = _checkpoint(drafter, "drafter", main.model.dtype, main.model.device, None)
+        drafter = DraftModel(draft.model, draft.tokenizer)
+    if isinstance(drafter, DraftModel):
+        _check_draft_model(main, drafter)
+        drafter.attach(config.max_batch_size, main.model.get_output_embeddings().weight.shape[0])
+    return Engine(main.model, main.tokenizer, drafter, config)
+
+
+def _checkpoint(source: Any, role: str, dtype: Any, device: torch.device, tokenizer: Any) -> Checkpoint:
+    if isinstance(source, PreTrainedModel):
+        return Checkpoint(source, tokenizer)
+    if not isinstance(source, str | Path) or not str(source):
+        raise ValueError(f"{role} must be a hub id, a path or a PreTrainedModel, got {source!r}")
+    location = _locate(str(source), role, dtype)
+    try:
+        config = AutoConfig.from_pretrained(location)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{role} must be a checkpoint that transformers knows, got {source}: {error}") from error
+    check_config(config, role)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # safetensors and transformers have many kinds for damaged weights
+        raise ValueError(f"{role} must be an intact checkpoint; loading {source} failed: {error}") from error
+    if tokenizer is None:
+        tokenizer = _tokenizer(location)
+    return Checkpoint(model.to(device), tokenizer)
+
+
+def _locate(source: str, role: str, dtype: Any) -> str:
+    """A folder with safetensors, or a hub id."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"{role} must be a GGUF file, a folder or a hub id, got the file {path}")
+        from .gguf import converted
+
+        return str(converted(path, torch.bfloat16 if dtype == "auto" else dtype))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{role} must be a folder with a config.json, got {path} without one")
+        return str(path)
+    # A hub id is "name" or "owner/name"; anything else was meant as a path.
+    if path.suffix.lower() == ".gguf" or path.is_absolute() or source.startswith(("./", "../", "~")) or source.count("/") > 1:
+        raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}, which does not exist")
+    return source
+
+
+def _tokenizer(location: str) -> Any:
+    """The checkpoint's tokenizer, or None where it has none: prompts are token ids then."""
+    folder = Path(location)
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(location)
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def _dtype(dtype: Any) -> Any:
+    """"auto" or a torch dtype."""
+    if dtype == "auto" or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype must be 'auto' or a floating torch dtype such as 'bfloat16', got {dtype!r}")
+    return found
+
+
+def _device(device: Any, target: Any) -> torch.device:
+    if isinstance(target, PreTrainedModel):
+        if device != "auto" and torch.device(device).type != target.device.type:
+            raise ValueError(f"device must be 'auto' for a live target, which is on {target.device}, got {device!r}")
+        return target.device
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be 'auto' or a torch device such as 'cuda:0', got {device!r}") from error
+
+
+def _check_draft_model(main: Checkpoint, drafter: DraftModel) -> None:
+    """Both must give every id the same meaning. Vocabularies may be padded to different sizes.
+
+    Raises:
+        ValueError: with the first id that differs.
+    """
+    model = drafter.model
+    if model.device != main.model.device:
+        raise ValueError(f"drafter must be on the target's device {main.model.device}, got {model.device}")
+    sizes = [m.get_output_embeddings().weight.shape[0] for m in (main.model, model)]
+    if main.tokenizer is None or drafter.tokenizer is None:
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"drafter must have the target's vocabulary of {sizes[0]} ids, got {sizes[1]}; where they differ by padding, "
+                f"pass engine.DraftModel(model, tokenizer=...) and the target's tokenizer, to be compared"
+            )
+        return
+    target_words, draft_words = ({i: word for word, i in t.get_vocab().items()} for t in (main.tokenizer, drafter.tokenizer))
+    shared = target_words.keys() & draft_words.keys()
+    for token in sorted(shared):
+        if target_words[token] != draft_words[token]:
+            raise ValueError(
+                f"drafter must have the target's tokenizer, but id {token} is {target_words[token]!r} in the target's and "
+                f"{draft_words[token]!r} in the drafter's"
+            )
+    if len(shared) < 0.99 * max(len(target_words), len(draft_words)):
+        raise ValueError(
+            f"drafter must have the target's tokenizer, but of {len(target_words)} and {len(draft_words)} ids only "
+            f"{len(shared)} are in both"
+        )

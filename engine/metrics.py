@@ -1,0 +1,88 @@
+"""Statistics of a run."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Stats:
+    """Counts and times, of one request or of an engine's life.
+
+    Times are wall-clock seconds. A request's draft and verify seconds are those of the rounds that it took part in, which
+    it may have shared with other rows; its total runs from its prefill to its last token.
+    """
+
+    rounds: int = 0  # target calls, counted once per row
+    new_tokens: int = 0
+    draft_tokens: int = 0  # proposed
+    accepted_tokens: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0  # target forward and verification
+    total_seconds: float = 0.0
+    _proposed: list[int] = field(default_factory=lambda: [0])  # [n]: rounds that proposed n tokens
+    _accepted: list[int] = field(default_factory=lambda: [0])  # [n]: rounds that accepted n tokens
+
+    def add_round(self, proposed: int, accepted: int, emitted: int) -> None:
+        """Count one round of one row."""
+        self.rounds += 1
+        self.new_tokens += emitted
+        self.draft_tokens += proposed
+        self.accepted_tokens += accepted
+        for histogram, count in ((self._proposed, proposed), (self._accepted, accepted)):
+            histogram.extend([0] * (count + 1 - len(histogram)))
+            histogram[count] += 1
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / proposed draft tokens; 0 if none was proposed."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """[i]: of the rounds that proposed an (i+1)-th token, the share that accepted it."""
+        return [
+            sum(self._accepted[n:]) / sum(self._proposed[n:]) for n in range(1, len(self._proposed)) if self._proposed[n:]
+        ]
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens emitted per target call, between 1 and K+1 (a last round that an end cuts short may pull it below)."""
+        return self.new_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.total_seconds if self.total_seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        names = "rounds new_tokens draft_tokens acceptance_rate acceptance_per_position block_efficiency".split()
+        names += "draft_seconds verify_seconds total_seconds tokens_per_second".split()
+        return {name: getattr(self, name) for name in names}
+
+
+class RoundClock:
+    """Splits the time of a round. On CUDA by events, which are read after the round's one synchronisation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Note the present moment of the device."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def spans(self) -> list[float]:
+        """Seconds between successive marks. Forgets the marks. The device must have passed the last one."""
+        marks, self._marks = self._marks, []
+        if self._cuda:
+            marks[-1].synchronize()
+            return [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+        return [b - a for a, b in zip(marks, marks[1:], strict=False)]

@@ -1,0 +1,133 @@
+"""A stock `transformers` causal language model, called over a ragged batch."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .cache import RaggedCache
+from .support import check_supported, context_length
+
+# Attention over keys that are masked out must not change a bit. On CPU, scaled_dot_product_attention works through the
+# keys in blocks of 512: whole blocks of masked keys are neutral, a shorter last block is not.
+EXACT_KV_GRANULARITY = 512
+KV_GRANULARITY = 64
+EXACT_WIDTH = 8  # columns of every exact decode call; more drafts take several calls
+EXACT_PREFILL_WIDTH = 64
+PREFILL_WIDTH = 512
+
+
+class RaggedModel:
+    """Logits of a model for rows of different length.
+
+    Args:
+        model: in eval mode from here on.
+        num_slots: rows of the cache.
+        exact: every decode call has the shape [num_slots, EXACT_WIDTH], every prefill call [1, EXACT_PREFILL_WIDTH], and
+            attention sees whole blocks of keys, so that logits do not depend, bit for bit, on how a text was cut.
+        role: "target" or "drafter", for messages.
+
+    Raises:
+        UnsupportedModelError: if the architecture cannot be decoded this way.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, exact: bool = False, role: str = "target") -> None:
+        self.windows = check_supported(model, role)
+        self.model, self.num_slots, self.exact = model.eval(), num_slots, exact
+        self.device, self.dtype = model.device, model.dtype
+        self.config = model.config.get_text_config()
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.context_length = context_length(self.config)
+        granularity = EXACT_KV_GRANULARITY if exact else KV_GRANULARITY
+        self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
+
+    def decode(
+        self,
+        tokens: Tensor,  # [n, W] int64, any id in padding columns
+        start: Tensor,  # [n] int64, position of column 0
+        num_valid: Tensor,  # [n] int64, columns of each row that are no padding
+        rows: slice,  # their slots
+        kv_length: int,  # no key at or beyond this position is needed
+    ) -> Tensor:
+        """Logits [n, W, V]. K/V of the valid columns is written at start, start + 1, ..."""
+        width = tokens.shape[1]
+        if not self.exact:
+            return self._call(tokens, start, num_valid, rows, kv_length, with_head=True)
+        missing = self.num_slots - tokens.shape[0]
+        if missing:
+            tokens = torch.nn.functional.pad(tokens, (0, 0, 0, missing))
+            start, num_valid = (torch.nn.functional.pad(value, (0, missing)) for value in (start, num_valid))
+        tokens = torch.nn.functional.pad(tokens, (0, -width % EXACT_WIDTH))
+        chunks = [
+            self._call(
+                tokens[:, column : column + EXACT_WIDTH],
+                start + column,
+                num_valid - column,
+                slice(0, self.num_slots),
+                kv_length,
+                with_head=True,
+            )
+            for column in range(0, width, EXACT_WIDTH)
+        ]
+        logits = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
+        return logits[: self.num_slots - missing, :width]
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, longest: int, rows: slice) -> None:
+        """Write the K/V of the first `lengths` tokens of each row.
+
+        Args:
+            tokens: [n, >= longest] int64.
+            lengths: [n] int64.
+            longest: the largest length, known to the host.
+            rows: the n slots. Exact prefill takes one at a time.
+        """
+        width = EXACT_PREFILL_WIDTH if self.exact else min(PREFILL_WIDTH, longest)
+        for begin in range(0, longest, max(width, 1)):
+            end = min(begin + width, longest)
+            chunk = torch.nn.functional.pad(tokens[:, begin:end], (0, begin + width - end))
+            start = torch.full_like(lengths, begin)
+            self._call(chunk, start, lengths - begin, rows, kv_length=end, with_head=False)
+
+    def _call(
+        self, tokens: Tensor, start: Tensor, num_valid: Tensor, rows: slice, kv_length: int, with_head: bool
+    ) -> Tensor:
+        column = torch.arange(tokens.shape[1], device=self.device)
+        positions = start[:, None] + column
+        valid = column < num_valid[:, None]
+        self.cache.plan_call(rows, positions, valid, kv_length)
+        # Padding must stay inside a learned position table, and must see at least one key.
+        position_ids = positions.clamp(max=self.context_length - 1)
+        arguments: dict[str, Any] = dict(
+            input_ids=tokens.where(valid, 0),
+            position_ids=position_ids,
+            attention_mask=self._masks(position_ids),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        with _no_grad():
+            if with_head:
+                logits: Tensor = self.model(**arguments).logits
+                return logits
+            hidden: Tensor = self.model.base_model(**arguments)[0]
+            return hidden
+
+    def _masks(self, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
+        """Key j is visible to the query at position i if j <= i, and inside the layer's window if it has one."""
+        key = torch.arange(self.cache.plan.kv_length, device=self.device)
+        query = position_ids[:, None, :, None]
+        masks = {}
+        for kind, window in self.windows.items():
+            mask = key <= query
+            if window is not None:
+                mask &= key > query - window
+            if self.model.config._attn_implementation == "eager":  # adds the mask instead of selecting by it
+                mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
+            masks[kind] = mask
+        return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
+
+
+def _no_grad() -> AbstractContextManager[None]:
+    # no_grad and not inference_mode: the cache's buffers are written in place by later calls, in either mode.
+    return torch.no_grad()

@@ -1,0 +1,34 @@
+"""What a user gets back."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .metrics import Stats
+
+
+@dataclass(frozen=True)
+class Output:
+    """The continuation of one prompt."""
+
+    text: str | None  # without the stop string and special tokens; None without a tokenizer
+    token_ids: list[int]  # the new tokens, with the end-of-sequence token and the token that completed a stop string
+    prompt_token_ids: list[int]
+    finish_reason: str  # "eos", "stop" or "length"
+    stats: Stats
+
+
+class Span(NamedTuple):
+    """A part of a streamed text."""
+
+    text: str
+    drafted: bool  # from drafted and accepted tokens; else from the target's own
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one round adds to a stream."""
+
+    text: str | None  # may be held back, and comes with a later piece; None without a tokenizer
+    token_ids: list[int]  # all tokens of the round
+    spans: tuple[Span, ...] = ()  # the text again, split by where it came from
+    output: Output | None = None  # with the last piece: the whole

@@ -1,0 +1,87 @@
+"""Prompts as users give them, to token ids."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+
+
+def split(prompts: Any) -> tuple[list[Any], bool]:
+    """A list of prompts, and whether only one was given.
+
+    A string, a list of ids (or a 1-D tensor) and a list of chat messages are one prompt; any other list is several.
+
+    Raises:
+        ValueError: for an empty list, or what is no prompt at all.
+    """
+    if isinstance(prompts, str | torch.Tensor):
+        return [prompts], True
+    if not isinstance(prompts, list | tuple):
+        raise ValueError(
+            f"prompts must be a string, token ids, chat messages, or a list of these, got {type(prompts).__name__}"
+        )
+    if not prompts:
+        raise ValueError("prompts must not be empty")
+    if all(_is_int(item) for item in prompts) or all(isinstance(item, dict) for item in prompts):
+        return [prompts], True
+    return list(prompts), False
+
+
+def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: int) -> list[int]:
+    """Token ids of one prompt.
+
+    Args:
+        prompt: text, token ids, or chat messages (rendered with the tokenizer's chat template).
+        name: how messages call it, such as "prompts[2]".
+        tokenizer: None where prompts can only be ids.
+        vocab_size: ids are below this.
+        max_length: the ids and one new token must fit in.
+
+    Raises:
+        ValueError: naming the prompt and the rule that it breaks.
+    """
+    if isinstance(prompt, torch.Tensor):
+        if prompt.dim() != 1 or prompt.is_floating_point():
+            raise ValueError(f"{name} must be a 1-D tensor of ids, got {prompt.dtype} of shape {list(prompt.shape)}")
+        prompt = prompt.tolist()
+    if not isinstance(prompt, str | list | tuple):
+        raise ValueError(f"{name} must be a string, token ids or chat messages, got {type(prompt).__name__}")
+    if not prompt:
+        raise ValueError(f"{name} must not be empty")
+    if isinstance(prompt, str):
+        ids = list(_need(tokenizer, name, "text")(prompt)["input_ids"])
+    elif all(isinstance(item, dict) for item in prompt):
+        ids = _render_chat(list(prompt), name, _need(tokenizer, name, "chat messages"))
+    else:
+        ids = list(prompt)
+    for token in ids:
+        if not _is_int(token) or not 0 <= token < vocab_size:
+            raise ValueError(f"{name} must hold token ids in [0, {vocab_size}), got {token!r}")
+    if not ids:
+        raise ValueError(f"{name} must hold at least one token, got none")
+    if len(ids) >= max_length:
+        raise ValueError(
+            f"{name} has {len(ids)} tokens; at most {max_length - 1} leave room for a new one in max_length = {max_length}"
+        )
+    return ids
+
+
+def _render_chat(messages: list[dict[str, Any]], name: str, tokenizer: Any) -> list[int]:
+    if not all({"role", "content"} <= message.keys() for message in messages):
+        raise ValueError(f"{name} must hold chat messages with 'role' and 'content', got {messages!r}")
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"{name} holds chat messages, but the tokenizer has no chat template: pass text instead")
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _need(tokenizer: Any, name: str, kind: str) -> Any:
+    if tokenizer is None:
+        raise ValueError(f"{name} is {kind}, which needs a tokenizer: pass tokenizer= to engine.load, or token ids")
+    return tokenizer
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

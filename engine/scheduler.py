@@ -1,0 +1,60 @@
+"""Waiting prompts and free slots."""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .config import SamplingParams
+from .detokenize import TextStream
+from .metrics import Stats
+
+
+@dataclass
+class Request:
+    """One prompt on its way, on the host."""
+
+    index: int  # among the prompts of its call
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    limit: int  # the text never gets longer than this, prompt included
+    text: TextStream | None  # where text is needed on the way: streaming or stop strings
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    slot: int = -1
+    started: float = 0.0
+    stats: Stats = field(default_factory=Stats)
+
+    @property
+    def length(self) -> int:
+        """Of the text, prompt included."""
+        return len(self.prompt) + len(self.token_ids)
+
+
+class Scheduler:
+    """Gives free slots, lowest first, to waiting requests, first come first served."""
+
+    def __init__(self, requests: Iterable[Request], num_slots: int) -> None:
+        self._waiting = deque(requests)
+        self._free = list(range(num_slots))
+        self.running: dict[int, Request] = {}  # by slot
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self.running)
+
+    def admit(self) -> list[Request]:
+        """Requests that have just been given a slot, by ascending slot."""
+        admitted = []
+        while self._waiting and self._free:
+            request = self._waiting.popleft()
+            request.slot = heapq.heappop(self._free)
+            self.running[request.slot] = request
+            admitted.append(request)
+        return admitted
+
+    def release(self, request: Request) -> None:
+        """Free the slot of a request that has ended."""
+        del self.running[request.slot]
+        heapq.heappush(self._free, request.slot)

@@ -1,0 +1,102 @@
+"""The tensors of a round. All live on the target's device; row b of each belongs to slot b."""
+
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backend import RowStats, Verdict
+
+__all__ = ["BatchState", "Proposal", "Verdict"]
+
+
+class Proposal(NamedTuple):
+    """What a drafter proposes for a round."""
+
+    tokens: Tensor  # [B, K] int64, -1 where a row proposes fewer
+    logits: Tensor | None = None  # [B, K, V_draft] raw logits that the tokens were drawn from; None: one-hot
+    stats: RowStats | None = None  # of logits, [B, K], if the sampler computed them
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """The text and the parameters of every row.
+
+    The last token of a row, at index `seq_lens`, is its pending token: in the text, but its K/V is not in the cache.
+    A row is active while its text is shorter than its limit; an empty slot has limit 0.
+    """
+
+    tokens: Tensor  # [B, T+1] int64, prompt and output; the last column takes what is to be dropped
+    seq_lens: Tensor  # [B] int64, tokens whose K/V is in the cache = length of the text - 1
+    limits: Tensor  # [B] int64, the text never gets longer than this
+    seed: Tensor  # [B] int64
+    temperature: Tensor  # [B] float32, 0 = greedy
+    top_k: Tensor  # [B] int64, 0 = off
+    top_p: Tensor  # [B] float32, 1 = off
+    min_p: Tensor  # [B] float32, 0 = off
+    first_slot: int = 0  # slot of row 0
+    max_text_length: int = 0  # no row's text is longer (known to the host, for cutting views)
+    filtered: bool = False  # some row uses top-k, top-p or min-p
+    all_greedy: bool = True  # every row has temperature 0
+
+    @classmethod
+    def allocate(cls, num_slots: int, max_length: int, device: torch.device) -> "BatchState":
+        """Empty slots for texts of at most `max_length` tokens."""
+
+        def whole(value: int = 0) -> Tensor:
+            return torch.full((num_slots,), value, dtype=torch.int64, device=device)
+
+        def real(value: float = 0.0) -> Tensor:
+            return torch.full((num_slots,), value, dtype=torch.float32, device=device)
+
+        tokens = torch.zeros(num_slots, max_length + 1, dtype=torch.int64, device=device)
+        return cls(tokens, whole(), whole(), whole(), real(), whole(), real(1.0), real())
+
+    def view(self, first: int, last: int, max_text_length: int, filtered: bool, all_greedy: bool) -> "BatchState":
+        """Slots [first, last), sharing memory."""
+        cut = {f.name: getattr(self, f.name)[first:last] for f in fields(self) if f.type in (Tensor, "Tensor")}
+        host = dict(max_text_length=max_text_length, filtered=filtered, all_greedy=all_greedy)
+        return replace(self, **cut, first_slot=self.first_slot + first, **host)
+
+    @property
+    def num_rows(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def rows(self) -> slice:
+        """The slots that these rows occupy."""
+        return slice(self.first_slot, self.first_slot + self.num_rows)
+
+    @property
+    def active(self) -> Tensor:
+        """[B] bool: rows that still want tokens."""
+        return self.seq_lens + 1 < self.limits
+
+    @property
+    def position(self) -> Tensor:
+        """[B] int64: absolute position of the next token, the first that a round drafts."""
+        return self.seq_lens + 1
+
+    @property
+    def sampling(self) -> dict[str, Tensor | None]:
+        """Keyword arguments of `sample` and `verify`; filters that no row uses are None."""
+        on = self.filtered
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k if on else None,
+            "top_p": self.top_p if on else None,
+            "min_p": self.min_p if on else None,
+        }
+
+    def gather(self, index: Tensor) -> Tensor:
+        """tokens[b, index[b, i]] for index [B, N]; 0 where the index is negative."""
+        return self.tokens.gather(1, index.clamp(min=0)).where(index >= 0, 0)
+
+    def commit(self, verdict: Verdict) -> None:
+        """Append the verdict's tokens to the active rows, in place."""
+        column = torch.arange(verdict.tokens.shape[1], device=self.tokens.device)
+        stands = (verdict.tokens >= 0) & self.active[:, None]
+        trash = self.tokens.shape[1] - 1
+        self.tokens.scatter_(1, (self.position[:, None] + column).where(stands, trash), verdict.tokens)
+        self.seq_lens.add_(stands.sum(dim=1))

@@ -1,0 +1,104 @@
+"""Which models can be decoded over a ragged cache, checked at load."""
+
+import inspect
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .errors import UnsupportedModelError
+
+# Held against `generate` in the tests; any other architecture is probed with a few tokens when it is loaded.
+TESTED = frozenset(
+    "llama qwen2 qwen3 mistral gemma2 gemma3_text gpt2 opt gpt_neox phi phi3 falcon olmo2 starcoder2 mixtral "
+    "smollm3".split()
+)
+
+
+def check_config(config: PretrainedConfig, role: str) -> None:
+    """What can be told before any weights are read.
+
+    Raises:
+        UnsupportedModelError: naming the model type and the reason.
+    """
+    name = config.model_type
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{role} must be a decoder-only language model, got {name!r}, an encoder-decoder")
+    encoder_only = name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or getattr(text, "is_decoder", None) is False and (
+        name in _ENCODERS_WITH_A_DECODER_MODE
+    )
+    if encoder_only:
+        raise UnsupportedModelError(f"{role} must be a causal language model, got {name!r}, which is not one")
+    if getattr(text, "alibi", False) or name in ("bloom", "mpt"):
+        raise UnsupportedModelError(
+            f"{role} of type {name!r} uses ALiBi, which derives positions from a 2D mask: rows of different length in one "
+            f"static cache cannot be told to it"
+        )
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    if layer_types - {"full_attention", "sliding_attention"} or name in _RECURRENT:
+        kinds = ", ".join(sorted(layer_types - {"full_attention", "sliding_attention"})) or "recurrent"
+        raise UnsupportedModelError(
+            f"{role} of type {name!r} has layers with a state that cannot be rolled back ({kinds}): rejected drafts could "
+            f"not be taken out of it"
+        )
+
+
+_ENCODERS_WITH_A_DECODER_MODE = frozenset(
+    "albert bert big_bird camembert convbert data2vec-text electra ernie megatron-bert roberta roberta-prelayernorm "
+    "roc_bert roformer rembert xlm-roberta xlm-roberta-xl xmod bert-generation".split()
+)
+_RECURRENT = frozenset(
+    "mamba mamba2 falcon_mamba rwkv recurrent_gemma jamba bamba zamba zamba2 xlstm falcon_h1 nemotron_h".split()
+)
+
+
+def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
+    """The attention windows of a model by layer type; `{"all": window}` where all layers are alike.
+
+    Raises:
+        UnsupportedModelError: naming the model type and the reason.
+    """
+    config = model.config
+    check_config(config, role)
+    name, text = config.model_type, config.get_text_config()
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{role} of type {name!r} has recurrent state, which cannot be rolled back")
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise UnsupportedModelError(f"{role} of type {name!r} takes no position_ids, which a ragged batch needs")
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise UnsupportedModelError(
+            f"{role} must use the attention implementation 'sdpa' or 'eager', got {config._attn_implementation!r}: call "
+            f"model.set_attn_implementation('sdpa') first"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{role} must be a causal language model, got {type(model).__name__} without a head")
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    window = getattr(text, "sliding_window", None)
+    if getattr(text, "use_sliding_window", None) is False:
+        window = None
+    if "sliding_attention" in layer_types:
+        return {kind: window if kind == "sliding_attention" else None for kind in sorted(layer_types)}
+    return {"all": None if layer_types else window}
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Positions that the model was made for.
+
+    Rotary embeddings that change their frequencies beyond the original length would make earlier K/V depend on later
+    text and on the neighbours in a batch, so such a model is served up to the original length.
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        length = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", length
+        )
+    return int(length) if length else 1 << 20
+
+
+@torch.no_grad()
+def reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [1, N, V] of one plain, uncached call on tokens [1, N]."""
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits

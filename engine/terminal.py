@@ -1,0 +1,133 @@
+"""What the commands share: coloured text, statistics in a line, JSON, a spinner, a milder Ctrl-C."""
+
+import json
+import math
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from .metrics import Stats
+    from .output import Output, Piece
+
+DRAFTED_STYLE = "green"
+
+
+def stdout_console() -> Console:
+    """A console that leaves the wrapping of text to the terminal."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def has_colours(console: Console) -> bool:
+    """Whether drafted text can be told from the target's own."""
+    return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def legend(console: Console) -> str:
+    """What the colours mean, as rich markup; empty where there are none."""
+    if not has_colours(console):
+        return ""
+    return f"[{DRAFTED_STYLE}]drafted and accepted[/]  the target's own"
+
+
+def write_piece(console: Console, piece: "Piece") -> None:
+    """Show what a round added to an answer. Not on a terminal, the text is written as it is."""
+    if not console.is_terminal:
+        console.file.write(piece.text or "")
+        console.file.flush()
+        return
+    for span in piece.spans:
+        # A model may emit escape codes, which are no business of the reader's terminal.
+        text = span.text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
+        console.out(text, style=DRAFTED_STYLE if span.drafted else None, highlight=False, end="")
+
+
+def stats_line(stats: "Stats") -> str:
+    """The statistics of one answer in a line."""
+    parts = [f"{stats.new_tokens} tokens", f"{stats.tokens_per_second:.1f} tokens/s"]
+    if stats.draft_tokens:
+        parts.append(f"acceptance {stats.acceptance_rate:.0%}")
+        parts.append(f"{stats.block_efficiency:.2f} tokens per target call")
+    return ", ".join(parts)
+
+
+def output_record(output: "Output") -> dict[str, Any]:
+    """An output as `--json` shows it."""
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stats": output.stats.as_dict(),
+    }
+
+
+def write_json(record: dict[str, Any]) -> None:
+    """One line on stdout, at once."""
+    print(json.dumps(_finite(record), allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null where a number is infinite or none: JSON knows neither."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def working(message: str, note: bool = False) -> Iterator[None]:
+    """Say on stderr what takes so long. Not on a terminal: nothing, or one line if `note`."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        if note:
+            print(message, file=sys.stderr, flush=True)
+        yield
+        return
+    with console.status(message, spinner="dots"):
+        yield
+
+
+@contextmanager
+def loading(target: str, hint: str = "", note: bool = False) -> Iterator[None]:
+    """Show that a model is being loaded, and quieten what transformers says meanwhile.
+
+    A download keeps the progress bars of huggingface_hub, beside which there is no room for a spinner.
+    """
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if Path(target).expanduser().exists():
+        with working(f"loading {Path(target).name}{hint}", note):
+            yield
+    else:
+        enable_progress_bars()
+        yield
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """Within, the first Ctrl-C only sets the event; a second one interrupts as ever."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped  # signals are for the main thread
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def stop(signum: int, frame: Any) -> None:
+        stopped.set()
+        signal.signal(signal.SIGINT, previous)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,111 @@
+"""Greedy text equals transformers' own, token for token, on every supported architecture."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONFIGS, CONTEXT, greedy, perturbed, random_prompts, tiny
+from transformers import PreTrainedModel
+
+import engine
+
+NEW = 12
+BATCHES = (1, 3, 8)
+DRAFT_LENGTHS = (0, 1, 4, 7)
+DRAFTERS = ("ngram", "model")
+
+
+@functools.cache
+def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    # torch's grouped matrix product, which serves the experts, knows no float64.
+    target = tiny(name, dtype=torch.float32 if name == "mixtral" else torch.float64)
+    return target, perturbed(target, 0.05)
+
+
+@functools.cache
+def expected(name: str, index: int) -> list[int]:
+    return greedy(models(name)[0], prompts()[index], NEW)
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    """Nine prompts; the last fills the context but for three tokens."""
+    return [*random_prompts(8), random_prompts(2, seed=3, longest=9)[1] * CONTEXT]
+
+
+def load(name: str, drafter: str, **options: Any) -> engine.Engine:
+    target, draft = models(name)
+    return engine.load(target, drafter=draft if drafter == "model" else drafter, **options)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("num_draft_tokens", DRAFT_LENGTHS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_equals_transformers(name: str, batch: int, num_draft_tokens: int, drafter: str) -> None:
+    llm = load(name, drafter, num_draft_tokens=num_draft_tokens, max_batch_size=batch)
+    outputs = llm.generate(prompts()[:8], engine.SamplingParams(max_new_tokens=NEW))
+    assert [output.token_ids for output in outputs] == [expected(name, index) for index in range(8)]
+    assert all(output.finish_reason == "length" for output in outputs)
+    assert (llm.stats.draft_tokens > 0) == (num_draft_tokens > 0)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_context_runs_full(name: str, drafter: str) -> None:
+    prompt = prompts()[8][: CONTEXT - 3]
+    llm = load(name, drafter, num_draft_tokens=7)
+    long, short = llm.generate([prompt, prompts()[0]], engine.SamplingParams(max_new_tokens=NEW))
+    assert long.token_ids == greedy(models(name)[0], prompt, NEW)
+    assert len(long.token_ids) == 3
+    assert long.finish_reason == "length"
+    assert short.token_ids == expected(name, 0)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+def test_eos_inside_an_accepted_draft(name: str, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = models(name)[0]
+    seen = 0
+    for index in range(1, 8):
+        eos = expected(name, index)[5]
+        end = expected(name, index).index(eos) + 1
+        monkeypatch.setattr(target.generation_config, "eos_token_id", eos)
+        # A perfect drafter, so that the end comes in the middle of what is accepted.
+        llm = engine.load(target, drafter=target if drafter == "model" else drafter, num_draft_tokens=7)
+        output = llm.generate([prompts()[index]], engine.SamplingParams(max_new_tokens=NEW))[0]
+        assert output.token_ids == expected(name, index)[:end] == greedy(target, prompts()[index], NEW, eos)
+        assert output.finish_reason == "eos"
+        seen += output.stats.accepted_tokens >= end
+        ignored = llm.generate([prompts()[index]], engine.SamplingParams(max_new_tokens=NEW, ignore_eos=True))[0]
+        assert ignored.token_ids == expected(name, index)
+    assert seen or drafter == "ngram"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_eager_attention(name: str) -> None:
+    target = tiny(name, attn_implementation="eager")
+    outputs = engine.load(target).generate(prompts()[:8], engine.SamplingParams(max_new_tokens=NEW))
+    assert [output.token_ids for output in outputs] == [greedy(target, prompt, NEW) for prompt in prompts()[:8]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_logits_are_close_to_one_plain_call(name: str) -> None:
+    """Prefill and ragged decoding, against one uncached call per row."""
+    from engine.model import RaggedModel
+
+    target = tiny(name, dtype=torch.float32)
+    ragged = RaggedModel(target, num_slots=3)
+    texts = [(prompt * 16)[:16] for prompt in prompts()[1:4]]
+    lengths = torch.tensor([12, 1, 7])
+    tokens = torch.tensor(texts)
+    ragged.cache.reserve(CONTEXT)
+    ragged.prefill(tokens, lengths, 12, slice(0, 3))
+    width = 4
+    window = tokens.gather(1, lengths[:, None] + torch.arange(width))
+    logits = ragged.decode(window, lengths, torch.tensor([4, 2, 4]), slice(0, 3), 16)
+    with torch.no_grad():
+        plain = target(tokens).logits
+    for row, (length, valid) in enumerate(zip(lengths.tolist(), (4, 2, 4), strict=True)):
+        torch.testing.assert_close(logits[row, :valid], plain[row, length : length + valid], rtol=1e-4, atol=1e-4)
