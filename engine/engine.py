@@ -1,5 +1,6 @@
 """The host's side: prompts in, rounds until every row has ended, text out."""
 
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,9 @@ from .output import Output, Piece
 from .round import PACKED_EXTRA, run_round
 from .scheduler import Request, Scheduler
 from .state import BatchState
+
+logger = logging.getLogger(__name__)
+_FATAL, _INVALID_DRAFT = int(FATAL_STATUS), int(Status.INVALID_DRAFT)  # IntFlag is slow, and asked per row
 
 
 class Engine:
@@ -160,14 +164,10 @@ class Engine:
     def _admit(self, requests: list[Request]) -> None:
         """Write prompts into their slots, and the K/V of all but their last tokens into the caches."""
         begin = time.perf_counter()
-        groups: list[list[Request]] = []
         for request in requests:
             request.started = begin
-            if groups and not self.exact and groups[-1][-1].slot + 1 == request.slot:
-                groups[-1].append(request)  # neighbours are prefilled together; exact prefill has one shape
-            else:
-                groups.append([request])
-        for group in groups:
+        # Together, unless one shape is asked for.
+        for group in [[request] for request in requests] if self.exact else [requests] if requests else []:
             state = self._fill(group)
             self._target.cache.reserve(max(request.limit for request in group))
             self._target.prefill(state.tokens, state.seq_lens, state.max_text_length - 1, state.rows)
@@ -176,11 +176,12 @@ class Engine:
         self.stats.total_seconds += time.perf_counter() - begin
 
     def _fill(self, group: list[Request]) -> BatchState:
-        """Put neighbouring requests into the state; returns the view of their slots."""
-        state = self._view(group[0].slot, group[-1].slot + 1, group)
-        longest = state.max_text_length
+        """Put requests into their slots; returns those rows of the state."""
+        first, last = group[0].slot, group[-1].slot
+        slots = torch.tensor([request.slot for request in group], device=self._state.tokens.device)
+        longest = max(request.length for request in group)
         padded = [request.prompt + [0] * (longest - len(request.prompt)) for request in group]
-        state.tokens[:, :longest] = torch.tensor(padded, device=state.tokens.device)
+        self._state.tokens[slots, :longest] = torch.tensor(padded, device=slots.device)
         columns = {
             "seq_lens": [len(request.prompt) - 1 for request in group],
             "limits": [request.limit for request in group],
@@ -191,15 +192,14 @@ class Engine:
             "min_p": [request.params.min_p for request in group],
         }
         for name, values in columns.items():
-            column = getattr(state, name)
-            column.copy_(torch.tensor(values, dtype=column.dtype))
-        return state
+            column = getattr(self._state, name)
+            column[slots] = torch.tensor(values, dtype=column.dtype, device=column.device)
+        return self._select(slice(first, last + 1) if last - first + 1 == len(group) else slots, group)
 
-    def _view(self, first: int, last: int, requests: Sequence[Request]) -> BatchState:
+    def _select(self, rows: slice | torch.Tensor, requests: Sequence[Request]) -> BatchState:
         params = [request.params for request in requests]
-        return self._state.view(
-            first,
-            last,
+        return self._state.select(
+            rows,
             max_text_length=max(request.length for request in requests),
             filtered=any(p.temperature and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
             all_greedy=all(p.temperature == 0 for p in params),
@@ -207,7 +207,7 @@ class Engine:
 
     def _round(self, scheduler: Scheduler) -> torch.Tensor:
         running = list(scheduler.running.values())
-        state = self._view(0, 1 + max(scheduler.running), running)
+        state = self._select(slice(0, 1 + max(scheduler.running)), running)
         num_drafts = min(self.config.num_draft_tokens, max(r.limit - r.length for r in running) - 1)
         with torch.no_grad():
             return run_round(self._target, state, self.drafter, num_drafts, self.config.verification, self._clock)
@@ -215,13 +215,15 @@ class Engine:
     def _collect(self, request: Request, packed: list[int], outputs: list[Output | None]) -> tuple[int, int]:
         """Append a round's tokens to a request, up to the one that ends it."""
         accepted, proposed, status = packed[-PACKED_EXTRA:]
-        if status & FATAL_STATUS:
-            self._target.cache.clear(request.slot)
+        if status & _FATAL:
+            self._target.cache.clear()
             raise InvalidLogitsError(
                 f"the target returned logits that are no distribution ({Status(status).name}) for prompts[{request.index}] "
                 f"at position {request.length + accepted}",
                 outputs,
             )
+        if status & _INVALID_DRAFT:
+            logger.warning("the drafter returned logits that are no distribution; its drafts are ignored there")
         before = len(request.token_ids)
         for column in range(accepted + 1):
             self._append(request, packed[column], drafted=column < accepted)

@@ -85,7 +85,9 @@ def _check_file(path: Path) -> None:
         tensors = GGUFReader(path).tensors
         end = max((int(tensor.data_offset + tensor.n_bytes) for tensor in tensors), default=0)
     except Exception as error:  # the reader fails in many ways on a file that ends too early
-        raise ValueError(f"target must be a whole GGUF file, got {path}, which is truncated or damaged: {error}") from error
+        raise ValueError(
+            f"target must be a whole GGUF file, got {path}, which is truncated or damaged: {error}"
+        ) from error
     if not tensors or end > path.stat().st_size:
         raise ValueError(
             f"target must be a whole GGUF file, got {path} with {path.stat().st_size} bytes of at least {end}: truncated"

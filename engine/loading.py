@@ -95,7 +95,8 @@ def _checkpoint(source: Any, role: str, dtype: Any, device: torch.device, tokeni
         raise ValueError(f"{role} must be an intact checkpoint; loading {source} failed: {error}") from error
     if tokenizer is None:
         tokenizer = _tokenizer(location)
-    return Checkpoint(model.to(device), tokenizer)
+    model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
+    return Checkpoint(model, tokenizer)
 
 
 def _locate(source: str, role: str, dtype: Any) -> str:
@@ -112,7 +113,12 @@ def _locate(source: str, role: str, dtype: Any) -> str:
             raise ValueError(f"{role} must be a folder with a config.json, got {path} without one")
         return str(path)
     # A hub id is "name" or "owner/name"; anything else was meant as a path.
-    if path.suffix.lower() == ".gguf" or path.is_absolute() or source.startswith(("./", "../", "~")) or source.count("/") > 1:
+    if (
+        path.suffix.lower() == ".gguf"
+        or path.is_absolute()
+        or source.startswith(("./", "../", "~"))
+        or source.count("/") > 1
+    ):
         raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}, which does not exist")
     return source
 
@@ -125,11 +131,18 @@ def _tokenizer(location: str) -> Any:
     return AutoTokenizer.from_pretrained(location)
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 
 
 def _dtype(dtype: Any) -> Any:
-    """"auto" or a torch dtype."""
+    """ "auto" or a torch dtype."""
     if dtype == "auto" or isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
@@ -168,7 +181,9 @@ def _check_draft_model(main: Checkpoint, drafter: DraftModel) -> None:
                 f"pass engine.DraftModel(model, tokenizer=...) and the target's tokenizer, to be compared"
             )
         return
-    target_words, draft_words = ({i: word for word, i in t.get_vocab().items()} for t in (main.tokenizer, drafter.tokenizer))
+    target_words, draft_words = (
+        {i: word for word, i in t.get_vocab().items()} for t in (main.tokenizer, drafter.tokenizer)
+    )
     shared = target_words.keys() & draft_words.keys()
     for token in sorted(shared):
         if target_words[token] != draft_words[token]:

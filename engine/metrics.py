@@ -1,5 +1,6 @@
 """Statistics of a run."""
 
+import itertools
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,9 @@ class Stats:
     def acceptance_per_position(self) -> list[float]:
         """[i]: of the rounds that proposed an (i+1)-th token, the share that accepted it."""
         return [
-            sum(self._accepted[n:]) / sum(self._proposed[n:]) for n in range(1, len(self._proposed)) if self._proposed[n:]
+            sum(self._accepted[n:]) / sum(self._proposed[n:])
+            for n in range(1, len(self._proposed))
+            if self._proposed[n:]
         ]
 
     @property
@@ -58,8 +61,15 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
-        names = "rounds new_tokens draft_tokens acceptance_rate acceptance_per_position block_efficiency".split()
-        names += "draft_seconds verify_seconds total_seconds tokens_per_second".split()
+        names = [
+            "rounds",
+            "new_tokens",
+            "draft_tokens",
+            "acceptance_rate",
+            "acceptance_per_position",
+            "block_efficiency",
+        ]
+        names += ["draft_seconds", "verify_seconds", "total_seconds", "tokens_per_second"]
         return {name: getattr(self, name) for name in names}
 
 
@@ -84,5 +94,5 @@ class RoundClock:
         marks, self._marks = self._marks, []
         if self._cuda:
             marks[-1].synchronize()
-            return [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
-        return [b - a for a, b in zip(marks, marks[1:], strict=False)]
+            return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+        return [b - a for a, b in itertools.pairwise(marks)]

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import RaggedCache
-from .support import check_supported, context_length
+from .errors import UnsupportedModelError
+from .support import TESTED, check_supported, context_length
 
 # Attention over keys that are masked out must not change a bit. On CPU, scaled_dot_product_attention works through the
 # keys in blocks of 512: whole blocks of masked keys are neutral, a shorter last block is not.
@@ -35,20 +36,23 @@ class RaggedModel:
 
     def __init__(self, model: PreTrainedModel, num_slots: int, exact: bool = False, role: str = "target") -> None:
         self.windows = check_supported(model, role)
-        self.model, self.num_slots, self.exact = model.eval(), num_slots, exact
+        self.model: PreTrainedModel = model.eval()
+        self.num_slots, self.exact = num_slots, exact
         self.device, self.dtype = model.device, model.dtype
         self.config = model.config.get_text_config()
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.context_length = context_length(self.config)
         granularity = EXACT_KV_GRANULARITY if exact else KV_GRANULARITY
         self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
+        if self.config.model_type not in TESTED:
+            self._probe(role)
 
     def decode(
         self,
         tokens: Tensor,  # [n, W] int64, any id in padding columns
         start: Tensor,  # [n] int64, position of column 0
         num_valid: Tensor,  # [n] int64, columns of each row that are no padding
-        rows: slice,  # their slots
+        rows: slice | Tensor,  # their slots; the first ones, where calls are exact
         kv_length: int,  # no key at or beyond this position is needed
     ) -> Tensor:
         """Logits [n, W, V]. K/V of the valid columns is written at start, start + 1, ..."""
@@ -74,7 +78,7 @@ class RaggedModel:
         logits = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
         return logits[: self.num_slots - missing, :width]
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, longest: int, rows: slice) -> None:
+    def prefill(self, tokens: Tensor, lengths: Tensor, longest: int, rows: slice | Tensor) -> None:
         """Write the K/V of the first `lengths` tokens of each row.
 
         Args:
@@ -91,7 +95,7 @@ class RaggedModel:
             self._call(chunk, start, lengths - begin, rows, kv_length=end, with_head=False)
 
     def _call(
-        self, tokens: Tensor, start: Tensor, num_valid: Tensor, rows: slice, kv_length: int, with_head: bool
+        self, tokens: Tensor, start: Tensor, num_valid: Tensor, rows: slice | Tensor, kv_length: int, with_head: bool
     ) -> Tensor:
         column = torch.arange(tokens.shape[1], device=self.device)
         positions = start[:, None] + column
@@ -112,6 +116,31 @@ class RaggedModel:
                 return logits
             hidden: Tensor = self.model.base_model(**arguments)[0]
             return hidden
+
+    def _probe(self, role: str) -> None:
+        """Hold a prefill and a decode call of an unknown architecture against one plain call.
+
+        Raises:
+            UnsupportedModelError: if they differ by more than rounding.
+        """
+        tokens = torch.arange(6, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            plain = self.model(input_ids=tokens, use_cache=False).logits[0, 3:].float()
+        one = torch.ones(1, dtype=torch.int64, device=self.device)
+        self.cache.reserve(tokens.shape[1])
+        try:
+            self.prefill(tokens, 3 * one, 3, slice(0, 1))
+            ragged = self.decode(tokens[:, 3:], 3 * one, 3 * one, slice(0, 1), 6)[0].float()
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{role} of type {self.config.model_type!r} cannot be called over a ragged cache: {error}"
+            ) from error
+        difference, scale = (ragged - plain).abs().max(), plain.std()
+        if difference > 0.1 * scale:
+            raise UnsupportedModelError(
+                f"{role} of type {self.config.model_type!r} gives other logits over a ragged cache than in a plain call "
+                f"(difference {difference:.2g} at a standard deviation of {scale:.2g})"
+            )
 
     def _masks(self, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
         """Key j is visible to the query at position i if j <= i, and inside the layer's window if it has one."""

@@ -1,7 +1,7 @@
-"""The tensors of a round. All live on the target's device; row b of each belongs to slot b."""
+"""The tensors of a round, all on the target's device."""
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class BatchState:
     top_k: Tensor  # [B] int64, 0 = off
     top_p: Tensor  # [B] float32, 1 = off
     min_p: Tensor  # [B] float32, 0 = off
-    first_slot: int = 0  # slot of row 0
+    rows: slice | Tensor  # the slots that these rows occupy
     max_text_length: int = 0  # no row's text is longer (known to the host, for cutting views)
     filtered: bool = False  # some row uses top-k, top-p or min-p
     all_greedy: bool = True  # every row has temperature 0
@@ -51,22 +51,14 @@ class BatchState:
             return torch.full((num_slots,), value, dtype=torch.float32, device=device)
 
         tokens = torch.zeros(num_slots, max_length + 1, dtype=torch.int64, device=device)
-        return cls(tokens, whole(), whole(), whole(), real(), whole(), real(1.0), real())
+        return cls(tokens, whole(), whole(), whole(), real(), whole(), real(1.0), real(), slice(0, num_slots))
 
-    def view(self, first: int, last: int, max_text_length: int, filtered: bool, all_greedy: bool) -> "BatchState":
-        """Slots [first, last), sharing memory."""
-        cut = {f.name: getattr(self, f.name)[first:last] for f in fields(self) if f.type in (Tensor, "Tensor")}
-        host = dict(max_text_length=max_text_length, filtered=filtered, all_greedy=all_greedy)
-        return replace(self, **cut, first_slot=self.first_slot + first, **host)
-
-    @property
-    def num_rows(self) -> int:
-        return self.seq_lens.shape[0]
-
-    @property
-    def rows(self) -> slice:
-        """The slots that these rows occupy."""
-        return slice(self.first_slot, self.first_slot + self.num_rows)
+    def select(self, rows: slice | Tensor, max_text_length: int, filtered: bool, all_greedy: bool) -> "BatchState":
+        """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64."""
+        cut: dict[str, Any] = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.type is Tensor}
+        return replace(
+            self, **cut, rows=rows, max_text_length=max_text_length, filtered=filtered, all_greedy=all_greedy
+        )
 
     @property
     def active(self) -> Tensor:

@@ -2,17 +2,31 @@
 
 import inspect
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .errors import UnsupportedModelError
 
-# Held against `generate` in the tests; any other architecture is probed with a few tokens when it is loaded.
+# Held against `generate` in the tests. Any other architecture is probed with a few tokens when it is loaded.
 TESTED = frozenset(
-    "llama qwen2 qwen3 mistral gemma2 gemma3_text gpt2 opt gpt_neox phi phi3 falcon olmo2 starcoder2 mixtral "
-    "smollm3".split()
+    (
+        *("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt2"),
+        *("opt", "gpt_neox", "phi", "phi3", "falcon", "olmo2", "starcoder2", "smollm3"),
+    )
 )
+_ATTENTION = {"full_attention", "sliding_attention"}  # layer types whose K/V can be rolled back
+_RECURRENT = {
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "rwkv",
+    "recurrent_gemma",
+    "jamba",
+    "bamba",
+    "zamba",
+    "zamba2",
+    "xlstm",
+}
 
 
 def check_config(config: PretrainedConfig, role: str) -> None:
@@ -21,36 +35,28 @@ def check_config(config: PretrainedConfig, role: str) -> None:
     Raises:
         UnsupportedModelError: naming the model type and the reason.
     """
-    name = config.model_type
-    text = config.get_text_config()
+    name, text = config.model_type, config.get_text_config()
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{role} must be a decoder-only language model, got {name!r}, an encoder-decoder")
-    encoder_only = name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or getattr(text, "is_decoder", None) is False and (
-        name in _ENCODERS_WITH_A_DECODER_MODE
-    )
-    if encoder_only:
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _is_encoder(name, text):
         raise UnsupportedModelError(f"{role} must be a causal language model, got {name!r}, which is not one")
     if getattr(text, "alibi", False) or name in ("bloom", "mpt"):
         raise UnsupportedModelError(
-            f"{role} of type {name!r} uses ALiBi, which derives positions from a 2D mask: rows of different length in one "
-            f"static cache cannot be told to it"
+            f"{role} of type {name!r} uses ALiBi, which derives positions from a 2D mask: rows of different length in "
+            f"one static cache cannot be told to it"
         )
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    if layer_types - {"full_attention", "sliding_attention"} or name in _RECURRENT:
-        kinds = ", ".join(sorted(layer_types - {"full_attention", "sliding_attention"})) or "recurrent"
+    other = set(getattr(text, "layer_types", None) or ()) - _ATTENTION
+    if other or name in _RECURRENT:
+        kinds = ", ".join(sorted(other)) or "recurrent"
         raise UnsupportedModelError(
-            f"{role} of type {name!r} has layers with a state that cannot be rolled back ({kinds}): rejected drafts could "
-            f"not be taken out of it"
+            f"{role} of type {name!r} has layers of another kind than full and sliding attention ({kinds}): what "
+            f"rejected drafts left in their state could not be rolled back"
         )
 
 
-_ENCODERS_WITH_A_DECODER_MODE = frozenset(
-    "albert bert big_bird camembert convbert data2vec-text electra ernie megatron-bert roberta roberta-prelayernorm "
-    "roc_bert roformer rembert xlm-roberta xlm-roberta-xl xmod bert-generation".split()
-)
-_RECURRENT = frozenset(
-    "mamba mamba2 falcon_mamba rwkv recurrent_gemma jamba bamba zamba zamba2 xlstm falcon_h1 nemotron_h".split()
-)
+def _is_encoder(name: str, text: PretrainedConfig) -> bool:
+    """BERT and its kin are in the causal mapping too, for use as a decoder; their config says whether they are one."""
+    return name in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(text, "is_decoder", False)
 
 
 def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
@@ -72,7 +78,9 @@ def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
             f"model.set_attn_implementation('sdpa') first"
         )
     if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(f"{role} must be a causal language model, got {type(model).__name__} without a head")
+        raise UnsupportedModelError(
+            f"{role} must be a causal language model, got {type(model).__name__} without a head"
+        )
     layer_types = set(getattr(text, "layer_types", None) or ())
     window = getattr(text, "sliding_window", None)
     if getattr(text, "use_sliding_window", None) is False:
@@ -95,10 +103,3 @@ def context_length(config: PretrainedConfig) -> int:
             config, "original_max_position_embeddings", length
         )
     return int(length) if length else 1 << 20
-
-
-@torch.no_grad()
-def reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [1, N, V] of one plain, uncached call on tokens [1, N]."""
-    logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits

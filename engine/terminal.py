@@ -98,18 +98,16 @@ def working(message: str, note: bool = False) -> Iterator[None]:
 def loading(target: str, hint: str = "", note: bool = False) -> Iterator[None]:
     """Show that a model is being loaded, and quieten what transformers says meanwhile.
 
-    A download keeps the progress bars of huggingface_hub, beside which there is no room for a spinner.
+    A download keeps its own progress bars, beside which there is no room for a spinner.
     """
-    from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     if Path(target).expanduser().exists():
+        logging.disable_progress_bar()
         with working(f"loading {Path(target).name}{hint}", note):
             yield
     else:
-        enable_progress_bars()
         yield
 
 

@@ -110,9 +110,17 @@ def verify(
         from .verify import verify as triton_verify
 
         return triton_verify(
-            target_logits, draft_tokens, draft_logits, draft_stats, temperature=temperature, seed=seed, position=position
+            target_logits,
+            draft_tokens,
+            draft_logits,
+            draft_stats,
+            temperature=temperature,
+            seed=seed,
+            position=position,
         )
-    return reference.verify(target_logits, draft_tokens, draft_logits, draft_stats, **rows, seed=seed, position=position)
+    return reference.verify(
+        target_logits, draft_tokens, draft_logits, draft_stats, **rows, seed=seed, position=position
+    )
 
 
 def _use_triton(tensor: Tensor) -> bool:

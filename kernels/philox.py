@@ -10,7 +10,7 @@ that belongs to a position and not to a token (the acceptance test) takes output
 Streams are disjoint. SAMPLE has origin 0, so that plain decoding and the bonus token of a round draw alike; the others
 carry their round's origin, because a position may be decided anew in a later round.
 
-This file has the torch twin (any device, no global generator) and, below it, the Triton helpers.
+This file is the torch twin (any device, no global generator) and imports no Triton; jit_helpers.py has the kernels'.
 """
 
 import torch
@@ -66,8 +66,8 @@ def uniform(seed: Tensor, position: Tensor, origin: Tensor | int, stream: int) -
 def gumbel(seed: Tensor, position: Tensor, origin: Tensor | int, stream: int, vocab_size: int) -> Tensor:
     """Standard Gumbel noise for every token of a vocabulary, -log(-log(1 - u)).
 
-    The form with 1 - u keeps the resolution where it decides, at the largest noise: with u in steps of 2**-32 near 0, two
-    of 150,000 tokens tie about once in 30,000 draws, and not once in 60.
+    The form with 1 - u keeps the resolution where it decides, at the largest noise: with u in steps of 2**-32 near 0,
+    two of 150,000 tokens tie about once in 30,000 draws, and not once in 60.
 
     Args:
         seed, position, origin: [...] int64, broadcast against each other.

@@ -24,8 +24,9 @@ FATAL_STATUS = Status.NAN_TARGET | Status.EMPTY_TARGET
 
 
 class RowStats(NamedTuple):
-    """A distribution is its logits and these numbers: prob(v) = exp(logit_v / T - lse) where logit_v >= threshold, else 0.
+    """A distribution is its logits and these numbers: prob(v) = exp(logit_v / T - lse) where logit_v >= threshold.
 
+    Every other token has probability 0.
     Greedy rows (temperature 0) have threshold = the row's maximum and lse taken at temperature 1.
     A row with NaN or +inf has lse = NaN; a row that is -inf throughout has lse = -inf.
     """

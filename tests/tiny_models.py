@@ -51,9 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(
-    name: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any
-) -> PreTrainedModel:
+def tiny(name: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
     """A random model; weights are spread wide, so that it does not say the same token for ever."""
     config = AutoConfig.for_model(name, **{**_COMMON, **CONFIGS.get(name, {}), **changes})
     with torch.random.fork_rng():
@@ -91,7 +89,9 @@ def random_prompts(count: int, seed: int = 0, longest: int = 20, vocab_size: int
     return prompts
 
 
-def greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, eos_token_id: int | None = None) -> list[int]:
+def greedy(
+    model: PreTrainedModel, prompt: list[int], max_new_tokens: int, eos_token_id: int | None = None
+) -> list[int]:
     """The new tokens of transformers' own greedy generation, for one unpadded prompt."""
     room = min(max_new_tokens, model.config.get_text_config().max_position_embeddings - len(prompt))
     output = model.generate(

@@ -9,7 +9,7 @@ from ..state import BatchState, Proposal, Verdict
 class Drafter(Protocol):
     """Proposes tokens for a batch of rows. Everything it needs is in the state; nothing may wait for the device.
 
-    A drafter that keeps something per row keeps it per slot: row b of a state is slot `state.first_slot + b`.
+    A drafter that keeps something per row keeps it per slot: `state.rows` are the slots of a state's rows.
     """
 
     def prefill(self, state: BatchState) -> None:

@@ -73,7 +73,5 @@ class DraftModel:
 
     def _draw(self, state: BatchState, logits: Tensor, step: int) -> tuple[Tensor, Tensor, RowStats]:
         origin = state.position
-        draws = sample(
-            logits, **state.sampling, seed=state.seed, position=origin + step, origin=origin, stream=DRAFT
-        )
+        draws = sample(logits, **state.sampling, seed=state.seed, position=origin + step, origin=origin, stream=DRAFT)
         return draws.tokens, logits, draws.stats

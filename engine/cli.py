@@ -1,0 +1,244 @@
+"""The command line: `python -m engine demo | generate | chat`, also installed as `speculative-engine`."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import cli_options as options
+from .errors import EngineError, InvalidLogitsError
+from .prompt_files import read_prompts
+
+if TYPE_CHECKING:
+    from .config import SamplingParams
+    from .engine import Engine
+    from .output import Output
+
+# Prompts are served in groups of so many batches, so that finished ones can be shown; larger groups leave
+# fewer places of a batch empty while a group ends.
+BATCHES_PER_GROUP = 4
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click that newer typers carry
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # better a question mark than no text at all
+    try:
+        return int(app(words, standalone_mode=False) or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (UsageError, ValueError, FileNotFoundError) as error:
+        return _fail(error, status=2)
+    except (EngineError, OSError, ImportError, MemoryError) as error:
+        return _fail(error, status=1)
+
+
+def _fail(error: Any, status: int) -> int:
+    """Report an error in one line, or with its traceback if that was asked for."""
+    if os.environ.get(options.DEBUG_VARIABLE):
+        traceback.print_exception(error)
+    message = error.format_message() if isinstance(error, UsageError) else str(error)
+    print(f"error: {' '.join(message.split()) or type(error).__name__}", file=sys.stderr)
+    return status
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        print(f"speculative-engine {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _app(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Lossless speculative decoding for Hugging Face causal language models."""
+
+
+@app.command()
+def demo(
+    target: options.Target = None,
+    drafter: options.Drafter = "ngram",
+    num_draft_tokens: options.NumDraftTokens = "5",
+    exact: options.Exact = None,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "auto",
+    max_new_tokens: options.MaxNewTokens = 128,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each prompt, with and without speculation.")] = 3,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Answer a question, summarize a text and edit code, then time plain against speculative decoding."""
+    from .demo import DemoOptions, run
+
+    run(
+        DemoOptions(target, drafter, _integer(num_draft_tokens), exact, max_new_tokens, repeats, dtype, device, as_json)
+    )
+
+
+@app.command()
+def generate(
+    prompts: options.Prompts = None,
+    prompts_file: options.PromptsFile = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the chat template.")] = False,
+    target: options.Target = None,
+    drafter: options.Drafter = "ngram",
+    num_draft_tokens: options.NumDraftTokens = "5",
+    verification: options.Verification = "rejection",
+    exact: options.Exact = None,
+    max_batch_size: options.MaxBatchSize = 8,
+    max_length: options.MaxLength = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    max_new_tokens: options.MaxNewTokens = 128,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Continue prompts: from the command line, a file or standard input.
+
+    With --json, each prompt gives one line with its index, text, token_ids, finish_reason and stats.
+    """
+    from .config import SamplingParams
+
+    params = SamplingParams(temperature, top_k, top_p, min_p, max_new_tokens, seed, tuple(stop or ()))
+    texts = read_prompts(prompts or [], prompts_file)
+    items: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
+    llm = _load(
+        target,
+        drafter=drafter,
+        num_draft_tokens=_integer(num_draft_tokens),
+        verification=verification,
+        exact=exact,
+        max_batch_size=max_batch_size,
+        max_length=max_length,
+        dtype=dtype,
+        device=device,
+    )
+    if len(items) == 1 and not as_json:
+        _stream_one(llm, items[0], params)
+    else:
+        _serve(llm, items, params, BATCHES_PER_GROUP * max_batch_size, as_json)
+
+
+@app.command()
+def chat(
+    target: options.Target = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    drafter: options.Drafter = "ngram",
+    num_draft_tokens: options.NumDraftTokens = "5",
+    verification: options.Verification = "rejection",
+    exact: options.Exact = None,
+    max_length: options.MaxLength = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    max_new_tokens: options.MaxNewTokens = 512,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """Talk to a model. Lines may also be piped in; with --json, each answer gives one line."""
+    from .chat import Chat
+    from .config import SamplingParams
+
+    params = SamplingParams(temperature, top_k, top_p, min_p, max_new_tokens, seed, tuple(stop or ()))
+    llm = _load(
+        target,
+        drafter=drafter,
+        num_draft_tokens=_integer(num_draft_tokens),
+        verification=verification,
+        exact=exact,
+        max_batch_size=1,
+        max_length=max_length,
+        dtype=dtype,
+        device=device,
+    )
+    return Chat(llm, params, system, as_json).run()
+
+
+def _integer(text: str) -> Any:
+    """An int where the text is one; any other word is for the engine to judge."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _load(target: str | None, drafter: str, **settings: Any) -> "Engine":
+    import engine
+
+    from .demo_prompts import find_model
+    from .terminal import loading
+
+    target = target or find_model()
+    with loading(target):
+        return engine.load(target, drafter=None if drafter == "none" else drafter, **settings)
+
+
+def _stream_one(llm: "Engine", item: Any, params: "SamplingParams") -> None:
+    """Show the only prompt's text as it comes; on a terminal, the statistics too."""
+    from .terminal import stats_line, stdout_console, write_piece
+
+    console = stdout_console()
+    text, output = "", None
+    for piece in llm.stream(item, params):
+        text += piece.text or ""
+        output = piece.output
+        write_piece(console, piece)
+    print("" if text.endswith("\n") else "\n", end="", flush=True)
+    if output and sys.stderr.isatty():
+        print(stats_line(output.stats), file=sys.stderr)
+
+
+def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int, as_json: bool) -> None:
+    """Show the prompts' outputs in order, group by group; those that are whole even when a later one fails."""
+    for start in range(0, len(items), group):
+        outputs: Sequence[Output | None]
+        failure = None
+        try:
+            outputs = llm.generate(items[start : start + group], params, progress=len(items) > 1)
+        except InvalidLogitsError as error:
+            outputs, failure = error.outputs, error
+        for index, output in enumerate(outputs, start):
+            if output is not None:
+                _show(index, output, as_json)
+        if failure is not None:
+            raise failure
+
+
+def _show(index: int, output: "Output", as_json: bool) -> None:
+    from .terminal import output_record, write_json
+
+    if as_json:
+        write_json({"index": index, **output_record(output)})
+    else:
+        print(f"--- {index + 1} ---\n{output.text}", flush=True)

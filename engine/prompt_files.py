@@ -1,0 +1,47 @@
+"""Prompts from the command line, a file or standard input."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def read_prompts(arguments: list[str], file: str | None) -> list[str]:
+    """Prompts from the command line, else a file, else standard input as a whole.
+
+    Raises:
+        ValueError: if there are none, or a line of a file holds none.
+    """
+    if arguments and file:
+        raise ValueError("give prompts as arguments or with --prompts-file, not both")
+    if arguments:
+        return arguments
+    if file is None:
+        if sys.stdin.isatty():
+            raise ValueError("no prompt: give one as an argument, with --prompts-file, or on standard input")
+        return [sys.stdin.read().removesuffix("\n")]
+    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{file} must hold at least one prompt, but it is empty")
+    if file.endswith(".jsonl") or isinstance(_parse(lines[0][1]), dict):
+        return [_prompt_of(line, f"{file}:{number}") for number, line in lines]
+    return [line for _, line in lines]
+
+
+def _prompt_of(line: str, where: str) -> str:
+    """The prompt of a JSON line."""
+    record = _parse(line)
+    if isinstance(record, dict):
+        turns = record.get("turns")
+        prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        if isinstance(prompt, str):
+            return prompt
+    raise ValueError(f'{where} must be a JSON object with a string "prompt" or a list of strings "turns"')
+
+
+def _parse(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -1,0 +1,247 @@
+"""The loop: ragged batches, ends, streaming, seeds, statistics."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tiny_models import greedy, perturbed, random_prompts, tiny
+from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
+from transformers import PreTrainedModel
+
+import engine
+from engine.detokenize import TextStream
+
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny("llama", seed=1, vocab_size=VOCAB, max_position_embeddings=256)
+
+
+class Scripted:
+    """Makes the target say a text: a drafter cannot, so the model itself is replaced by one that follows a script."""
+
+    def __init__(self, target: PreTrainedModel, script: Sequence[int]) -> None:
+        self.target, self.script = target, list(script)
+
+    def __enter__(self) -> None:
+        def follow(module: torch.nn.Module, args: object, kwargs: dict, output: object) -> object:
+            position = kwargs["position_ids"] + 1 - self.start
+            wanted = torch.tensor([*self.script, EOS])[position.clamp(0, len(self.script))]
+            output.logits = torch.nn.functional.one_hot(wanted, VOCAB).to(output.logits) * 50
+            return output
+
+        self.start = 1  # prompts of one token
+        self.hook = self.target.register_forward_hook(follow, with_kwargs=True)
+
+    def __exit__(self, *error: object) -> None:
+        self.hook.remove()
+
+
+def test_more_prompts_than_slots_come_back_in_order(target: PreTrainedModel) -> None:
+    prompts = random_prompts(13, seed=5, vocab_size=VOCAB)
+    params = [engine.SamplingParams(max_new_tokens=1 + 5 * (i % 4)) for i in range(13)]
+    outputs = engine.load(target, max_batch_size=3).generate(prompts, params)
+    for prompt, param, output in zip(prompts, params, outputs, strict=True):
+        assert output.prompt_token_ids == prompt
+        assert output.token_ids == greedy(target, prompt, param.max_new_tokens)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.8, "min_p": 0.02}])
+def test_a_seed_gives_the_same_text_in_any_company(target: PreTrainedModel, drafter: str, filters: dict) -> None:
+    prompts = random_prompts(7, seed=2, vocab_size=VOCAB)
+    params = [
+        engine.SamplingParams(temperature=(i % 3) / 2, seed=40 + i, max_new_tokens=6 + i, **filters) for i in range(7)
+    ]
+    draft = perturbed(target, 0.1) if drafter == "model" else drafter
+    llm = engine.load(target, drafter=draft, max_batch_size=4)
+    together = llm.generate(prompts, params)
+    alone = [llm.generate([prompt], param)[0] for prompt, param in zip(prompts, params, strict=True)]
+    reverse = llm.generate(prompts[::-1], params[::-1])[::-1]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone] == [o.token_ids for o in reverse]
+
+
+def test_without_a_seed_requests_differ_and_no_global_generator_moves(target: PreTrainedModel) -> None:
+    llm = engine.load(target)
+    before = torch.get_rng_state()
+    params = engine.SamplingParams(temperature=1.5, max_new_tokens=16)
+    texts = {tuple(output.token_ids) for output in llm.generate([[5, 6]] * 6, params)}
+    assert len(texts) > 1
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_single_prompts_and_lists(target: PreTrainedModel) -> None:
+    llm = engine.load(target, tokenizer=TOKENIZER)
+    params = engine.SamplingParams(max_new_tokens=4)
+    one = llm.generate("abc", params)
+    assert one.prompt_token_ids == [97, 98, 99]
+    assert one.text == TOKENIZER.decode(one.token_ids, skip_special_tokens=True)
+    assert llm.generate(["abc"], params)[0].token_ids == one.token_ids
+    assert llm.generate([97, 98, 99], params).token_ids == one.token_ids
+    assert llm.generate(torch.tensor([97, 98, 99]), params).token_ids == one.token_ids
+    chat = llm.generate([{"role": "user", "content": "hi"}], params)
+    assert bytes(chat.prompt_token_ids) == b"user: hi\nassistant:"
+    assert engine.load(target).generate([97, 98, 99], params).text is None
+
+
+def test_stop_string_across_tokens_and_rounds(target: PreTrainedModel) -> None:
+    said = b"one two three. END of it. "
+    llm = engine.load(target, tokenizer=TOKENIZER, num_draft_tokens=3)
+    params = engine.SamplingParams(stop=["END", "never"], max_new_tokens=200)
+    with Scripted(target, said):
+        output = llm.generate([[65]], params)[0]
+        assert output.text == "one two three. "
+        assert output.finish_reason == "stop"
+        assert bytes(output.token_ids) == b"one two three. END"
+        pieces = list(llm.stream([65], params))
+        assert "".join(piece.text for piece in pieces) == "one two three. "
+        assert all("E" not in piece.text for piece in pieces)
+        free = llm.generate([[65]], engine.SamplingParams(max_new_tokens=200))[0]
+        assert free.finish_reason == "eos"
+        assert bytes(free.token_ids[:-1]) == said
+        assert free.token_ids[-1] == EOS
+
+
+def test_stream_equals_generate_and_never_splits_a_character(target: PreTrainedModel) -> None:
+    said = "naïve 日本語 🙂🙂 naïve 日本語 🙂🙂 naïve 日本語".encode()
+    llm = engine.load(target, tokenizer=TOKENIZER, num_draft_tokens=5)
+    params = engine.SamplingParams(max_new_tokens=200)
+    with Scripted(target, said):
+        output = llm.generate([65], params)
+        pieces = list(llm.stream([65], params))
+    assert output.text == said.decode()
+    assert "".join(piece.text for piece in pieces) == output.text
+    assert all("�" not in piece.text for piece in pieces)
+    assert [token for piece in pieces for token in piece.token_ids] == output.token_ids
+    assert all("".join(span.text for span in piece.spans) == piece.text for piece in pieces)
+    assert any(span.drafted for piece in pieces for span in piece.spans)
+    assert any(not span.drafted for piece in pieces for span in piece.spans)
+    assert pieces[-1].output.token_ids == output.token_ids
+    assert all(piece.output is None for piece in pieces[:-1])
+
+
+def test_bytes_that_never_become_a_character_still_come_out() -> None:
+    stream = TextStream(TOKENIZER, ())
+    for token in b"a\xe6\x97":
+        stream.push(token, drafted=False)
+    assert [span.text for span in stream.take(last=False)] == ["a"]
+    stream.finish()
+    assert "".join(span.text for span in stream.take(last=True)) == TOKENIZER.decode(list(b"\xe6\x97"))
+
+
+def test_statistics_add_up(target: PreTrainedModel) -> None:
+    llm = engine.load(target, drafter=perturbed(target, 0.05), num_draft_tokens=4, max_batch_size=2)
+    outputs = llm.generate(random_prompts(5, vocab_size=VOCAB), engine.SamplingParams(max_new_tokens=15))
+    for output in outputs:
+        stats = output.stats
+        assert stats.new_tokens == len(output.token_ids) == 15
+        assert stats.new_tokens == stats.rounds + stats.accepted_tokens
+        assert 1 <= stats.block_efficiency <= 5
+        assert stats.acceptance_rate == stats.accepted_tokens / stats.draft_tokens
+        assert len(stats.acceptance_per_position) <= 4
+        assert stats.total_seconds >= stats.draft_seconds + stats.verify_seconds > 0
+        assert stats.tokens_per_second == pytest.approx(15 / stats.total_seconds)
+    assert llm.stats.new_tokens == 75
+    assert llm.stats.rounds == sum(output.stats.rounds for output in outputs)
+    assert llm.stats.acceptance_per_position[0] >= llm.stats.acceptance_rate > 0
+
+
+def test_plain_decoding_is_the_same_loop(target: PreTrainedModel) -> None:
+    llm = engine.load(target, drafter=None)
+    output = llm.generate([[7, 8, 9]], engine.SamplingParams(max_new_tokens=9))[0]
+    assert output.token_ids == greedy(target, [7, 8, 9], 9)
+    assert (output.stats.rounds, output.stats.draft_tokens, output.stats.block_efficiency) == (9, 0, 1.0)
+
+
+class Perfect:
+    """A drafter of our own: knows the text, and proposes nothing for every other row."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text, self.seen = torch.tensor(text), []
+
+    def prefill(self, state: engine.BatchState) -> None:
+        self.seen.append("prefill")
+
+    def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        index = state.position[:, None] + torch.arange(num_draft_tokens)
+        known = index < len(self.text)
+        return engine.Proposal(self.text[index.clamp(max=len(self.text) - 1)].where(known, -1))
+
+    def observe(self, state: engine.BatchState, verdict: engine.Verdict) -> None:
+        self.seen.append(int(verdict.num_accepted[0]))
+
+
+def test_a_drafter_of_ones_own(target: PreTrainedModel) -> None:
+    prompt = [3, 1, 4]
+    text = greedy(target, prompt, 11)
+    drafter = Perfect([*prompt, *text])
+    output = engine.load(target, drafter=drafter, num_draft_tokens=5).generate([prompt], _params(11))[0]
+    assert output.token_ids == text
+    assert drafter.seen == ["prefill", 5, 4]  # 6 tokens, then 4 drafts that leave room for the last one
+
+
+def test_full_acceptance_by_a_draft_model_leaves_no_gap(target: PreTrainedModel) -> None:
+    """The target drafts for itself: everything is accepted, round after round, so its cache misses nothing."""
+    llm = engine.load(target, drafter=target, num_draft_tokens=4)
+    output = llm.generate([[9, 8, 7]], _params(60))[0]
+    assert output.token_ids == greedy(target, [9, 8, 7], 60)
+    assert output.stats.acceptance_rate == 1.0
+    assert output.stats.rounds == 12
+
+
+def test_a_sampling_draft_model_of_the_same_law_is_always_accepted(target: PreTrainedModel) -> None:
+    llm = engine.load(target, drafter=target, num_draft_tokens=4)
+    params = engine.SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_new_tokens=50)
+    stats = llm.generate([[9, 8, 7]], params)[0].stats
+    assert stats.acceptance_rate > 0.99  # p = q up to rounding
+
+
+def test_an_open_stream_keeps_others_out_and_closing_it_lets_them_in(target: PreTrainedModel) -> None:
+    llm = engine.load(target)
+    stream = llm.stream([5, 6], _params(20))
+    next(stream)
+    with pytest.raises(engine.EngineError, match="open stream"):
+        llm.generate([[5, 6]])
+    stream.close()
+    assert llm.generate([[5, 6]], _params(4))[0].token_ids == greedy(target, [5, 6], 4)
+
+
+def test_nan_logits_are_reported_not_sampled_from(target: PreTrainedModel) -> None:
+    llm = engine.load(target, drafter="ngram", max_batch_size=1)
+    calls = []
+
+    def spoil(module: torch.nn.Module, args: object, output: object) -> object:
+        calls.append(1)
+        if len(calls) > 6:
+            output.logits[:, 0, 5] = torch.nan
+        return output
+
+    hook = target.register_forward_hook(spoil)
+    try:
+        with pytest.raises(engine.InvalidLogitsError, match=r"NAN_TARGET.* prompts\[1\] at position") as caught:
+            llm.generate([[4, 5], [6, 7]], [_params(2), _params(30)])
+    finally:
+        hook.remove()
+    assert caught.value.outputs[0].token_ids == greedy(target, [4, 5], 2)
+    assert caught.value.outputs[1] is None
+    assert llm.generate([[6, 7]], _params(8))[0].token_ids == greedy(target, [6, 7], 8)
+
+
+def test_a_drafter_with_nan_logits_costs_speed_and_nothing_else(
+    target: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(engine.DraftModel):
+        def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+            proposal = super().propose(state, num_draft_tokens)
+            return proposal._replace(logits=proposal.logits * torch.nan, stats=None)
+
+    llm = engine.load(target, drafter=Broken(perturbed(target, 0.1)), num_draft_tokens=2)
+    params = engine.SamplingParams(temperature=1.0, seed=1, max_new_tokens=6)
+    assert llm.generate([[4, 5]], params)[0].stats.new_tokens == 6
+    assert "drafter returned logits" in caplog.text
+
+
+def _params(max_new_tokens: int) -> engine.SamplingParams:
+    return engine.SamplingParams(max_new_tokens=max_new_tokens)
