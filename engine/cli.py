@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # better a question mark than no text at all
     try:
-        return int(app(words, standalone_mode=False) or 0)
+        status = int(app(words, standalone_mode=False) or 0)
+        sys.stdout.flush()
+        return status
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader has gone, as with `| head`

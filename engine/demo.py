@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .output import Output
 
+MAX_SCATTER = 0.3  # beyond this the table warns: something else kept the machine busy
 EXACT_NOTE = """\
 Exact: plain decoding too runs every call at the width of a verification, so that the texts are the same."""
 ROUNDING_NOTE = """\
@@ -73,6 +74,7 @@ class Timing:
             "speculative_tokens_per_second": speculative,
             "speedup": speculative / plain,
             "slower": speculative < plain,
+            "scatter": max(scatter(self.plain_seconds), scatter(self.speculative_seconds)),
             "acceptance_rate": self.speculative.stats.acceptance_rate,
             "acceptance_per_position": self.speculative.stats.acceptance_per_position,
             "block_efficiency": self.speculative.stats.block_efficiency,
@@ -83,6 +85,11 @@ class Timing:
             "plain": output_record(self.plain),
             "speculative": output_record(self.speculative),
         }
+
+
+def scatter(seconds: list[float]) -> float:
+    """How far runs lie apart, as a share of their median."""
+    return (max(seconds) - min(seconds)) / statistics.median(seconds)
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -124,7 +131,7 @@ def _load(options: DemoOptions) -> "tuple[Engine, Engine]":
         "exact": options.exact,
         "max_batch_size": 1,
     }
-    hint = " (converted the first time, which takes about 20 s)" if target.endswith(".gguf") else ""
+    hint = " (the first time takes about 20 s)" if target.endswith(".gguf") else ""
     with loading(target, hint, note=True):
         plain = engine.load(target, drafter=None, dtype=options.dtype, device=options.device, **settings)
         speculative = engine.load(plain.target_model, drafter=options.drafter, tokenizer=plain.tokenizer, **settings)
@@ -198,11 +205,13 @@ def _show_table(console: Console, reports: list[dict[str, Any]], repeats: int, l
             "yes" if row["identical"] else "no",
         )
     console.print(table)
-    console.print(f"Medians of {repeats} runs each, in turns; a run is the whole answer, reading the prompt included.")
+    console.print(f"Median of runs in turns ({repeats} each) of the whole answer, reading the prompt included.")
     console.print("Block efficiency: tokens per call of the target.")
     for row in reports:
         if row["slower"]:
             console.print(f"[red]The {row['prompt']} was slower with speculation than without.[/]")
+        if row["scatter"] > MAX_SCATTER:
+            console.print(f"[red]The {row['prompt']}: runs lie {row['scatter']:.0%} apart; trust no speedup here.[/]")
         if not row["identical"]:
             console.print(f"The {row['prompt']}: the two texts part at token {row['first_difference'] + 1}.")
     if llm.exact:

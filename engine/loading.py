@@ -152,16 +152,15 @@ def _dtype(dtype: Any) -> Any:
 
 
 def _device(device: Any, target: Any) -> torch.device:
-    if isinstance(target, PreTrainedModel):
-        if device != "auto" and torch.device(device).type != target.device.type:
-            raise ValueError(f"device must be 'auto' for a live target, which is on {target.device}, got {device!r}")
-        return target.device
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        wanted = None if device == "auto" else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be 'auto' or a torch device such as 'cuda:0', got {device!r}") from error
+    if isinstance(target, PreTrainedModel):
+        if wanted is not None and wanted.type != target.device.type:
+            raise ValueError(f"device must be 'auto' for a live target, which is on {target.device}, got {device!r}")
+        return target.device
+    return wanted or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _check_draft_model(main: Checkpoint, drafter: DraftModel) -> None:

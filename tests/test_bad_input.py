@@ -1,0 +1,131 @@
+"""Bad input: a clear error that names the argument, the value and the rule, before any work is done."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONTEXT, VOCAB, greedy, tiny
+from transformers import PreTrainedModel
+
+import engine
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny("llama")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("temperature", -0.1, "a finite number >= 0"),
+        ("temperature", float("nan"), "a finite number >= 0"),
+        ("temperature", float("inf"), "a finite number >= 0"),
+        ("temperature", "hot", "a finite number >= 0"),
+        ("top_k", -1, ">= 0"),
+        ("top_k", 2.5, "an int >= 0"),
+        ("top_p", 0.0, r"in \(0, 1\]"),
+        ("top_p", 1.1, r"in \(0, 1\]"),
+        ("top_p", float("nan"), r"in \(0, 1\]"),
+        ("min_p", -0.1, r"in \[0, 1\]"),
+        ("min_p", 1.5, r"in \[0, 1\]"),
+        ("max_new_tokens", 0, ">= 1"),
+        ("max_new_tokens", -3, ">= 1"),
+        ("max_new_tokens", True, "an int >= 1"),
+        ("seed", -1, "in "),
+        ("seed", 2**63, "in "),
+        ("stop", [""], "non-empty strings"),
+        ("stop", [3], "non-empty strings"),
+        ("ignore_eos", 1, "True or False"),
+    ],
+)
+def test_sampling_params(field: str, value: Any, rule: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must be .*{rule}.*got") as caught:
+        engine.SamplingParams(**{field: value})
+    assert repr(value) in str(caught.value) or str(value) in str(caught.value)
+
+
+def test_sampling_params_know_their_fields_and_are_frozen() -> None:
+    with pytest.raises(TypeError, match="temperatur"):
+        engine.SamplingParams(temperatur=1)  # type: ignore[call-arg]
+    with pytest.raises(AttributeError):
+        engine.SamplingParams().top_k = 3  # type: ignore[misc]
+    assert engine.SamplingParams(stop="end").stop == ("end",)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("num_draft_tokens", -1, "num_draft_tokens must be >= 0, got -1"),
+        ("num_draft_tokens", 2.0, "num_draft_tokens must be an int >= 0, got 2.0"),
+        ("verification", "typical", "verification must be one of .*, got 'typical'"),
+        ("exact", "yes", "exact must be True, False or None, got 'yes'"),
+        ("max_batch_size", 0, "max_batch_size must be >= 1, got 0"),
+        ("max_length", 1, "max_length must be >= 2, got 1"),
+        ("max_length", CONTEXT + 1, f"max_length must be <= {CONTEXT}, the target's context, got {CONTEXT + 1}"),
+        ("dtype", "int8", "dtype must be .*, got 'int8'"),
+        ("device", "abacus", "device must be"),
+        ("drafter", 5, "drafter must be .*; got int"),
+        ("drafter", "./nothing", "drafter must be an existing path or a hub id, got './nothing'"),
+    ],
+)
+def test_load(target: PreTrainedModel, option: str, value: Any, message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        engine.load(target, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "prompts must not be empty"),
+        ("", r"prompts\[0\] must not be empty"),
+        ([[]], r"prompts\[0\] must not be empty"),
+        ([[1], ""], r"prompts\[1\] must not be empty"),
+        (None, "prompts must be a string.* got NoneType"),
+        (3.5, "prompts must be a string.* got float"),
+        ([[1], 2.5], r"prompts\[1\] must be a string.* got float"),
+        ([1, VOCAB], rf"prompts\[0\] must hold token ids in \[0, {VOCAB}\), got {VOCAB}"),
+        ([[1, 2], [3, -1]], r"prompts\[1\] must hold token ids .* got -1"),
+        ([[1, True]], r"prompts\[0\] must hold token ids .* got True"),
+        (torch.ones(2, 2, dtype=torch.long), r"prompts\[0\] must be a 1-D tensor"),
+        ([1] * CONTEXT, rf"prompts\[0\] has {CONTEXT} tokens; at most {CONTEXT - 1}"),
+        ("text", r"prompts\[0\] is text, which needs a tokenizer"),
+        ([{"role": "user", "content": "hi"}], r"prompts\[0\] is chat messages, which needs a tokenizer"),
+    ],
+)
+def test_prompts(target: PreTrainedModel, prompts: Any, message: str) -> None:
+    calls: list[int] = []
+    hook = target.register_forward_hook(lambda *args: calls.append(1))
+    llm = engine.load(target)
+    try:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts)
+        with pytest.raises(ValueError):
+            llm.stream(prompts)
+    finally:
+        hook.remove()
+    assert not calls, "work was done before the input was checked"
+    assert llm.generate([[3, 4]], engine.SamplingParams(max_new_tokens=2))[0].token_ids == greedy(target, [3, 4], 2)
+
+
+def test_params_must_fit_the_prompts(target: PreTrainedModel) -> None:
+    llm = engine.load(target)
+    for params in ([engine.SamplingParams()], {"temperature": 1}, [engine.SamplingParams(), None]):
+        with pytest.raises(ValueError, match="params must be SamplingParams, or a list of one for each of 2 prompts"):
+            llm.generate([[1], [2]], params)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="stop needs a tokenizer"):
+        llm.generate([[1]], engine.SamplingParams(stop="x"))
+    with pytest.raises(ValueError, match="stream takes one prompt"):
+        llm.stream([[1], [2]])
+
+
+def test_chat_without_a_template(target: PreTrainedModel) -> None:
+    from tiny_tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    llm = engine.load(target, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="no chat template"):
+        llm.generate([{"role": "user", "content": "hi"}])
+    with pytest.raises(ValueError, match="'role' and 'content'"):
+        llm.generate([{"role": "user"}])

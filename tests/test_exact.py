@@ -1,0 +1,116 @@
+"""exact=True: the same tokens, bit for bit, with and without speculation, in bf16."""
+
+import copy
+from typing import Any
+
+import pytest
+import smollm2
+import torch
+from tiny_models import perturbed, random_prompts, tiny
+from transformers import PreTrainedModel
+
+import engine
+from engine.model import EXACT_WIDTH, RaggedModel
+
+QUESTIONS = [
+    "Why is the sky blue?",
+    "Name three rivers in Europe.",
+    "Repeat after me, three times: she sells sea shells by the sea shore.",
+    "Write a Python function that adds two numbers, then write it again with type hints.",
+    "What is 12 * 7?",
+    "Translate 'good morning, my friend' into French and Spanish.",
+    "Summarize: The cat sat on the mat. The dog sat on the cat. The mat was flat. The cat was flat. All were flat.",
+    "List the days of the week, then list the days of the week backwards.",
+]
+CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+NEW = 64
+
+
+def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """A draft model: the target's own first layers."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = count
+    draft = type(model)(config).to(model.dtype)
+    draft.load_state_dict(model.state_dict(), strict=False)
+    return draft
+
+
+def texts(batch: int, **options: Any) -> list[list[int]]:
+    plain = smollm2.loaded()
+    llm = engine.load(plain.target_model, tokenizer=plain.tokenizer, exact=True, max_batch_size=batch, **options)
+    return [output.token_ids for output in llm.generate(CHATS, engine.SamplingParams(max_new_tokens=NEW))]
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def plain_texts(two_threads: None) -> dict[int, list[list[int]]]:
+    return {batch: texts(batch, drafter=None) for batch in (1, 4)}
+
+
+# (batch, K, drafter): each value of each by default, the whole product under -m slow.
+SAMPLE = [(1, 5, "ngram"), (4, 3, "ngram"), (4, 1, "model")]
+WHOLE = [(batch, k, drafter) for batch in (1, 4) for k in (1, 3, 5) for drafter in ("ngram", "model")]
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_draft_tokens", "drafter"),
+    [case if case in SAMPLE else pytest.param(*case, marks=pytest.mark.slow) for case in WHOLE],
+)
+def test_smollm2_in_bf16(plain_texts: dict[int, Any], batch: int, num_draft_tokens: int, drafter: str) -> None:
+    draft = first_layers(smollm2.loaded().target_model, 6) if drafter == "model" else drafter
+    assert texts(batch, drafter=draft, num_draft_tokens=num_draft_tokens) == plain_texts[batch]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "phi"])
+@pytest.mark.parametrize("num_draft_tokens", [2, 11])
+def test_tiny_models_in_bf16(name: str, num_draft_tokens: int) -> None:
+    """11 drafts take two calls of the one width. With nearly even logits, every rounding shows."""
+    target = tiny(name, dtype=torch.bfloat16, max_position_embeddings=1200)
+    prompts = [*random_prompts(4, seed=9), [5, 6, 7, 8] * 140]
+    params = engine.SamplingParams(max_new_tokens=40)
+    expected = engine.load(target, drafter=None, exact=True, max_batch_size=2).generate(prompts, params)
+    for drafter in ("ngram", perturbed(target, 0.05)):
+        llm = engine.load(target, drafter=drafter, exact=True, max_batch_size=2, num_draft_tokens=num_draft_tokens)
+        outputs = llm.generate(prompts, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+        assert llm.stats.accepted_tokens > 0
+
+
+def test_rows_do_not_depend_on_slot_or_neighbours() -> None:
+    """One row's logits, bit for bit: alone, in another slot, beside longer rows, in other chunks."""
+    target = tiny("llama", dtype=torch.bfloat16, max_position_embeddings=1200)
+    text = torch.randint(0, 64, (1, 300), generator=torch.Generator().manual_seed(0))
+    neighbour = torch.randint(0, 64, (1, 1000), generator=torch.Generator().manual_seed(1))
+
+    def logits(slot: int, with_neighbour: bool, cuts: list[int]) -> torch.Tensor:
+        ragged = RaggedModel(target, num_slots=3, exact=True)
+        ragged.cache.reserve(1200)
+        start = torch.zeros(3, dtype=torch.int64)
+        if with_neighbour:
+            other = (slot + 1) % 3
+            start[other] = 990
+            ragged.prefill(neighbour, start[other : other + 1], 990, slice(other, other + 1))
+        start[slot] = 280
+        ragged.prefill(text, start[slot : slot + 1], 280, slice(slot, slot + 1))
+        parts = []
+        for width in cuts:
+            tokens = torch.zeros(3, width, dtype=torch.int64)
+            begin = int(start[slot])
+            tokens[slot] = text[0, begin : begin + width]
+            valid = torch.zeros(3, dtype=torch.int64)
+            valid[slot] = width
+            parts.append(ragged.decode(tokens, start, valid, slice(0, 3), int(start.max()) + width)[slot])
+            start[slot] += width
+        return torch.cat(parts)
+
+    alone = logits(0, False, [1] * 16)
+    assert torch.equal(alone, logits(2, False, [EXACT_WIDTH] * 2))
+    assert torch.equal(alone, logits(1, True, [3, 1, 5, 7]))
+    assert torch.equal(alone, logits(0, True, [13, 3]))  # more than one call's width

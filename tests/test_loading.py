@@ -1,0 +1,236 @@
+"""From hub ids, folders, GGUF files and live models to an engine; checkpoints that are damaged."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import smollm2
+import torch
+from tiny_models import greedy, perturbed, tiny
+from tiny_tokenizer import VOCAB, byte_tokenizer
+from transformers import AutoConfig, PreTrainedModel
+
+import engine
+from engine import gguf as conversion
+
+PARAMS = engine.SamplingParams(max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny("llama", dtype=torch.float32, vocab_size=VOCAB)
+
+
+@pytest.fixture
+def folder(target: PreTrainedModel, tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    target.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_folder(target: PreTrainedModel, folder: Path) -> None:
+    for source in (folder, str(folder)):
+        llm = engine.load(source, drafter=str(folder))
+        output = llm.generate("abc", PARAMS)
+        assert output.token_ids == greedy(target, [97, 98, 99], 6)
+        assert output.text is not None
+        assert llm.target_model.dtype == torch.float32
+    assert engine.load(folder, dtype="bfloat16").target_model.dtype == torch.bfloat16
+
+
+def test_folder_without_a_tokenizer_takes_ids(target: PreTrainedModel, tmp_path: Path) -> None:
+    target.save_pretrained(tmp_path)
+    llm = engine.load(tmp_path)
+    assert llm.generate([97, 98, 99], PARAMS).token_ids == greedy(target, [97, 98, 99], 6)
+    with pytest.raises(ValueError, match=r"prompts\[0\] is text, which needs a tokenizer"):
+        llm.generate("abc")
+
+
+def test_live_model_keeps_its_dtype_and_device(target: PreTrainedModel) -> None:
+    assert engine.load(target).target_model is target
+    with pytest.raises(ValueError, match="device must be 'auto' for a live target"):
+        engine.load(target, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("/nowhere/model.gguf", FileNotFoundError, "does not exist"),
+        ("missing.gguf", FileNotFoundError, "does not exist"),
+        ("./nowhere", FileNotFoundError, "does not exist"),
+        ("", ValueError, "hub id, a path"),
+        (17, ValueError, "hub id, a path"),
+    ],
+)
+def test_sources_that_are_none(source: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        engine.load(source)
+
+
+def test_folder_without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"target must be a folder with a config\.json"):
+        engine.load(folder)
+
+
+def test_truncated_safetensors(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="target must be an intact checkpoint"):
+        engine.load(folder)
+
+
+def test_missing_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        engine.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        ("bert", {}, "'bert', which is not one"),
+        ("t5", {}, "encoder-decoder"),
+        ("bloom", {}, "ALiBi"),
+        ("mpt", {}, "ALiBi"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("mamba", {}, "rolled back"),
+        ("rwkv", {}, "rolled back"),
+        ("recurrent_gemma", {}, "rolled back"),
+        ("jamba", {}, "rolled back"),
+        ("qwen3_next", {}, "rolled back"),
+    ],
+)
+def test_architectures_that_cannot_work_are_refused_before_weights_are_read(
+    model_type: str, options: dict, message: str, tmp_path: Path
+) -> None:
+    AutoConfig.for_model(model_type, **options).save_pretrained(tmp_path)
+    with pytest.raises(engine.UnsupportedModelError, match=message) as caught:
+        engine.load(tmp_path)
+    assert model_type in str(caught.value)
+
+
+def test_live_models_that_cannot_work_are_refused() -> None:
+    with pytest.raises(engine.UnsupportedModelError, match="ALiBi"):
+        engine.load(tiny("bloom", n_layer=1, n_head=4))
+    headless = tiny("llama").model
+    with pytest.raises(engine.UnsupportedModelError, match="without a head"):
+        engine.load(headless)
+    other = tiny("llama")
+    other.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(engine.UnsupportedModelError, match="'sdpa' or 'eager'"):
+        engine.load(other)
+
+
+def test_an_unknown_architecture_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    granite = tiny("granite", num_key_value_heads=2)
+    prompt = [5, 6, 7, 5, 6]
+    assert engine.load(granite).generate([prompt], PARAMS)[0].token_ids == greedy(granite, prompt, 6)
+    # One whose positions are not what it is told: same type, wrong logits.
+    forward = granite.model.forward
+    monkeypatch.setattr(
+        granite.model, "forward", lambda position_ids=None, **options: forward(position_ids=None, **options)
+    )
+    with pytest.raises(engine.UnsupportedModelError, match="granite"):
+        engine.load(granite)
+
+
+def test_drafter_of_another_tokenizer(target: PreTrainedModel, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    perturbed(target, 0.1).save_pretrained(other)
+    byte_tokenizer(renamed={"a": "_a"}).save_pretrained(other)
+    with pytest.raises(ValueError, match="drafter must have the target's tokenizer, but id 97 is 'a'"):
+        engine.load(folder, drafter=other)
+
+
+def test_padded_vocabularies(target: PreTrainedModel) -> None:
+    """A wider and a narrower draft model: accepted when the token strings agree, and still lossless."""
+    tokenizer = byte_tokenizer()
+    for size in (VOCAB + 30, VOCAB - 1):
+        draft = tiny("llama", seed=1, dtype=torch.float32, vocab_size=size)
+        llm = engine.load(target, drafter=engine.DraftModel(draft, tokenizer), tokenizer=tokenizer)
+        assert llm.generate("abc", PARAMS).token_ids == greedy(target, [97, 98, 99], 6)
+        with pytest.raises(ValueError, match="drafter must have the target's vocabulary"):
+            engine.load(target, drafter=draft, tokenizer=tokenizer)
+
+
+def test_gguf_is_converted_once_and_mended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a stand-in for the conversion itself, which takes 20 s."""
+    source = tmp_path / "model.gguf"
+    shutil.copy(smollm2.gguf(), source)
+    monkeypatch.setenv(conversion.CACHE_VARIABLE, str(tmp_path / "cache"))
+    made = []
+
+    def convert(path: Path, dtype: torch.dtype, folder: Path) -> None:
+        made.append(dtype)
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(conversion, "_convert", convert)
+    folder = conversion.converted(source, torch.bfloat16)
+    assert conversion.converted(source, torch.bfloat16) == folder
+    assert made == [torch.bfloat16]
+    assert conversion.converted(source, torch.float32) != folder
+
+    def damage(name: str, content: bytes | None) -> None:
+        made.clear()
+        (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+        assert conversion.converted(source, torch.bfloat16) == folder
+        assert made == [torch.bfloat16]
+        assert (folder / "model.safetensors").read_bytes() == b"weights" * 1000
+
+    damage("model.safetensors", b"weights" * 999)
+    damage("model.safetensors", b"Weights" * 1000)
+    damage("config.json", None)
+    damage("manifest.json", b"{")
+    damage("manifest.json", None)
+
+    def fail(path: Path, dtype: torch.dtype, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(conversion, "_convert", fail)
+    with pytest.raises(OSError, match="No space"):
+        conversion.converted(source, torch.float16)
+    left = [path.name for path in (tmp_path / "cache").iterdir()]
+    assert len(left) == 2 and not any("float16" in name.replace("bfloat16", "") for name in left)
+
+
+def test_smollm2_loads_in_a_few_seconds_the_second_time() -> None:
+    first = smollm2.loaded()
+    begin = time.perf_counter()
+    second = engine.load(smollm2.gguf(), dtype="bfloat16")
+    assert time.perf_counter() - begin < 5
+    assert second.target_model.dtype == torch.bfloat16
+    for (name, a), b in zip(first.target_model.named_parameters(), second.target_model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    answer = second.generate([{"role": "user", "content": "What is the capital of France?"}]).text
+    assert "Paris" in answer
+
+
+@pytest.mark.parametrize("damage", ["truncated", "not gguf", "header only"])
+def test_damaged_gguf(damage: str, tmp_path: Path) -> None:
+    content = smollm2.gguf().read_bytes()
+    content = {"truncated": content[: len(content) // 2], "not gguf": b"PK" + content[2:], "header only": content[:64]}[
+        damage
+    ]
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"target must be a (whole )?GGUF file, got .*damaged\.gguf"):
+        engine.load(path)
+
+
+def test_eos_tokens_come_from_the_generation_config(folder: Path) -> None:
+    config = folder / "generation_config.json"
+    content = json.loads(config.read_text()) if config.exists() else {}
+    target = tiny("llama", dtype=torch.float32, vocab_size=VOCAB)
+    said = greedy(target, [97, 98, 99], 6)
+    config.write_text(json.dumps({**content, "eos_token_id": [250, said[2], 3]}))
+    output = engine.load(folder).generate("abc", PARAMS)
+    assert output.finish_reason == "eos"
+    assert output.token_ids == said[: said.index(said[2]) + 1]
