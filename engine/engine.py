@@ -169,7 +169,7 @@ class Engine:
         # Together, unless one shape is asked for.
         for group in [[request] for request in requests] if self.exact else [requests] if requests else []:
             state = self._fill(group)
-            self._target.cache.reserve(max(request.limit for request in group))
+            self._target.cache.reserve(state.max_limit)
             self._target.prefill(state.tokens, state.seq_lens, state.max_text_length - 1, state.rows)
             if self.drafter is not None:
                 self.drafter.prefill(state)
@@ -201,6 +201,7 @@ class Engine:
         return self._state.select(
             rows,
             max_text_length=max(request.length for request in requests),
+            max_limit=max(request.limit for request in requests),
             filtered=any(p.temperature and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
             all_greedy=all(p.temperature == 0 for p in params),
         )

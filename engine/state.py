@@ -37,6 +37,7 @@ class BatchState:
     min_p: Tensor  # [B] float32, 0 = off
     rows: slice | Tensor  # the slots that these rows occupy
     max_text_length: int = 0  # no row's text is longer (known to the host, for cutting views)
+    max_limit: int = 0  # no row's limit is larger (known to the host, for buffers)
     filtered: bool = False  # some row uses top-k, top-p or min-p
     all_greedy: bool = True  # every row has temperature 0
 
@@ -53,12 +54,13 @@ class BatchState:
         tokens = torch.zeros(num_slots, max_length + 1, dtype=torch.int64, device=device)
         return cls(tokens, whole(), whole(), whole(), real(), whole(), real(1.0), real(), slice(0, num_slots))
 
-    def select(self, rows: slice | Tensor, max_text_length: int, filtered: bool, all_greedy: bool) -> "BatchState":
-        """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64."""
+    def select(self, rows: slice | Tensor, **known: Any) -> "BatchState":
+        """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64.
+
+        `known` are the fields that the host sets: max_text_length, max_limit, filtered and all_greedy.
+        """
         cut: dict[str, Any] = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.type is Tensor}
-        return replace(
-            self, **cut, rows=rows, max_text_length=max_text_length, filtered=filtered, all_greedy=all_greedy
-        )
+        return replace(self, **cut, **known, rows=rows)
 
     @property
     def active(self) -> Tensor:

@@ -41,7 +41,7 @@ class DraftModel:
 
     def prefill(self, state: BatchState) -> None:
         """Read the prompts of new rows, but for their pending tokens."""
-        self.ragged.cache.reserve(state.tokens.shape[1] - 1)
+        self.ragged.cache.reserve(state.max_limit)
         self.ragged.prefill(state.tokens, state.seq_lens, state.max_text_length - 1, state.rows)
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
