@@ -34,13 +34,13 @@ def converted(path: Path, dtype: torch.dtype) -> Path:
         ValueError: if the file is no GGUF file, or is truncated.
         OSError: if the cache folder cannot be written (the environment variable SPECULATIVE_ENGINE_CACHE moves it).
     """
-    _check_file(path)
     root = Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("speculative-engine"))
     folder = root / f"{path.stem}-{str(dtype).removeprefix('torch.')}-{_fingerprint(path)}"
     if folder.exists():
         if _is_intact(folder):
             return folder
         logger.warning("the converted checkpoint %s is damaged: making it anew from %s", folder, path)
+    _check_file(path)
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".converting-") as scratch:
         made = Path(scratch) / "checkpoint"

@@ -70,7 +70,11 @@ def perturbed(model: PreTrainedModel, amount: float, seed: int = 1) -> PreTraine
     with torch.no_grad():
         for parameter in other.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter += (amount * parameter.std() * noise.to(parameter.device)).to(parameter.dtype) if parameter.numel() > 1 else 0
+            parameter += (
+                (amount * parameter.std() * noise.to(parameter.device)).to(parameter.dtype)
+                if parameter.numel() > 1
+                else 0
+            )
     return other
 
 
