@@ -1,0 +1,150 @@
+"""Compile the kernels ahead of time, for a device that need not be there, and say what the machine code uses.
+
+    python tests/compile_kernels.py cuda:80 hip:gfx942 [--dtype bfloat16 ...] [--whole | --serving]
+
+Runs without TRITON_INTERPRET, which is why the tests start it as a process of its own. The real launchers are called, on
+CPU tensors; only the launch is replaced by a compilation for a pretended device. So what is compiled is what would be
+launched there, specialisations included. Prints one JSON object per kernel and variant.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from engine.kernels.row_stats import row_stats
+from engine.kernels.sample import sample
+from engine.kernels.verify import verify
+
+VOCABS = {"even": 151_936, "odd": 50_257}  # rows that start on 16 bytes, and rows that do not
+BATCH = 2
+
+
+class PretendedDevice:
+    """As much of a driver as the JIT asks while it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target)  # the JIT keeps one cache per device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+def parse_target(text: str) -> GPUTarget:
+    backend, arch = text.split(":")
+    return GPUTarget(backend, int(arch) if arch.isdigit() else arch, 64 if backend == "hip" else 32)
+
+
+def variants(dtypes: list[str], whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call) for every kernel variant; without `whole` those of even rows, with a temperature, at K = 4."""
+    where = dict(seed=torch.zeros(BATCH, dtype=torch.int64), position=torch.zeros(BATCH, dtype=torch.int64))
+    temperatures = {"T": torch.ones(BATCH), "no T": None} if whole else {"T": torch.ones(BATCH)}
+    for dtype, rows, width, heat in product(
+        dtypes, VOCABS if whole else ["even"], (1, 5, 33) if whole else [5], temperatures
+    ):
+        target = torch.empty(BATCH, width, VOCABS[rows], dtype=getattr(torch, dtype))
+        drafts, draft = torch.zeros(BATCH, width - 1, dtype=torch.int64), target[:, 1:]
+        heated = dict(temperature=temperatures[heat])
+        label = f"{dtype}, {rows} rows, W={width}, {heat}"
+        yield label, partial(row_stats, target, **heated)
+        yield label, partial(sample, target, **heated, **where)
+        yield f"{label}, origin", partial(sample, target, **heated, **where, origin=where["position"])
+        yield f"{label}, one-hot", partial(verify, target, drafts, **heated, **where)
+        yield f"{label}, full", partial(verify, target, drafts, draft, **heated, **where)
+
+
+def serving() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls as they vary while one model is served: batch, width, and where in a larger tensor its slots begin."""
+    logits = torch.empty(1, 1, VOCABS["even"], dtype=torch.bfloat16)
+    for batch, width, slot in product((1, 2, 16, 17), (1, 2, 5, 8, 16, 17), (0, 1)):
+        state = torch.zeros(3, 40, dtype=torch.int64)[:, slot : slot + batch]
+        where = dict(seed=state[0], position=state[1])
+        heat = torch.ones(40)[slot : slot + batch]
+        target = logits.expand(batch, width, -1)
+        drafts = torch.zeros(batch, width - 1, dtype=torch.int64)
+        block = triton.next_power_of_2(width)
+        yield "row_stats", partial(row_stats, target, heat)
+        yield "sample", partial(sample, target, heat, **where, stream=slot)
+        yield f"verify {block}", partial(verify, target, drafts, target[:, 1:], temperature=heat, **where)
+
+
+def resources(kernel: object, target: GPUTarget) -> dict[str, int]:
+    """Registers, shared bytes and spills of a compiled kernel; `spills` counts registers or bytes of local memory."""
+    shared = kernel.metadata.shared
+    if target.backend == "hip":
+        text = kernel.asm["amdgcn"]
+        number = {
+            k: int(re.search(rf"\.{k}:\s+(\d+)", text)[1])
+            for k in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+        }
+        spills = sum(v for k, v in number.items() if k != "vgpr_count")
+        return dict(registers=number["vgpr_count"], shared=shared, spills=spills)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    number = {k: int(re.search(rf"\b{k}:(\d+)", text)[1]) for k in ("REG", "STACK", "LOCAL")}
+    return dict(registers=number["REG"], shared=shared, spills=number["STACK"] + number["LOCAL"])
+
+
+def widest_load(kernel: object, target: GPUTarget) -> int:
+    """Bytes of the widest load from global memory."""
+    if target.backend == "hip":
+        words = re.findall(r"(?:global|buffer)_load_(dword(?:x\d)?|b\d+|\w*short\w*|\w*byte\w*)", kernel.asm["amdgcn"])
+        size = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "b32": 4, "b64": 8, "b128": 16}
+        return max(size.get(word, 2) for word in words)
+    loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
+    return max(int(count or 1) * int(bits) // 8 for count, bits in loads)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("targets", nargs="+")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--whole", action="store_true", help="every variant")
+    parser.add_argument("--serving", action="store_true", help="what varying sizes compile, one line each")
+    arguments = parser.parse_args()
+
+    compiled: list[tuple[str, object]] = []
+
+    def compile_only(self: JITFunction, grid: object) -> Callable[..., None]:
+        return lambda **kwargs: compiled.append((self.__name__, self.warmup(grid=grid, **kwargs)))
+
+    JITFunction.__getitem__ = compile_only
+    for text in arguments.targets:
+        target = parse_target(text)
+        driver.set_active(PretendedDevice(target))
+        seen: set[str] = set()
+        calls = serving() if arguments.serving else variants(arguments.dtype, arguments.whole)
+        for variant, call in calls:
+            compiled.clear()
+            call()
+            for name, kernel in compiled:
+                if kernel.hash not in seen:
+                    seen.add(kernel.hash)
+                    line = dict(kernel=name, variant=variant, target=text, **resources(kernel, target))
+                    print(json.dumps(line | dict(widest_load=widest_load(kernel, target))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

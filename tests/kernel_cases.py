@@ -1,0 +1,149 @@
+"""Inputs for the kernels, and the comparison of a kernel with its torch twin.
+
+The twin always runs on the CPU. The kernels run in the interpreter there or, where there is a GPU, compiled on it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels import philox, reference
+from engine.kernels.records import RowStats, Verdict
+from engine.kernels.row_stats import row_stats
+from engine.kernels.sample import sample
+from engine.kernels.verify import verify
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VOCABS = (1, 7, 1000, 49_152, 151_936)
+LAYOUTS = ("contiguous", "padded", "every other", "vocabulary first")
+TEMPERATURES = (1.0, 0.0, 0.7, 1.3)
+
+# Of the log-sum-exp. Both sides widen the logits to float32 without loss, so that all dtypes have the tolerance of
+# float32: a few roundings of the largest term (rtol), and of a sum of up to 151,936 terms in another order (atol).
+TOLERANCE = {
+    torch.float32: dict(rtol=5e-7, atol=2e-6),
+    torch.bfloat16: dict(rtol=5e-7, atol=2e-6),
+    torch.float16: dict(rtol=5e-7, atol=2e-6),
+}
+
+Case = dict[str, Any]  # the arguments of verify
+
+
+def lay_out(values: Tensor, layout: str) -> Tensor:
+    """The same values [B, W, V] in another memory layout, with NaN wherever a kernel has no business."""
+    batch, width, vocab_size = values.shape
+    if layout == "contiguous":
+        return values.contiguous()
+    if layout == "padded":  # rows that begin on no particular boundary
+        view = values.new_full((batch + 1, width + 2, vocab_size + 3), torch.nan)[1:, 1:-1, 1:-2]
+    elif layout == "every other":
+        view = values.new_full((batch, width, vocab_size * 2), torch.nan)[..., ::2]
+    else:
+        view = values.new_full((vocab_size, width, batch), torch.nan).permute(2, 1, 0)
+    view.copy_(values)
+    return view
+
+
+def random_logits(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal logits of scale 3, with about one token in ten masked by -inf, never a whole row."""
+    logits = torch.randn(shape, generator=generator) * 3
+    masked = torch.rand(shape, generator=generator) < 0.1
+    masked.scatter_(-1, logits.argmax(dim=-1, keepdim=True), False)
+    return logits.masked_fill(masked, -torch.inf).to(dtype)
+
+
+def random_rows(batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """seed and position for a batch: seeds of either sign and all 64 bits, positions of up to 31."""
+    return dict(
+        seed=torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
+        position=torch.randint(0, 2**31 - 64, (batch,), generator=generator),
+    )
+
+
+def temperatures(batch: int) -> Tensor:
+    return torch.tensor(TEMPERATURES).repeat(batch // len(TEMPERATURES) + 1)[:batch]
+
+
+def verify_case(
+    generator: torch.Generator,
+    batch: int,
+    num_drafts: int,
+    vocab_size: int,
+    draft_vocab: int | None = None,  # None: a one-hot draft
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Drafts as a drafter makes them: drawn from q, which is near p in some sequences, far from it in others.
+
+    One sequence in five proposes fewer than num_drafts, one in eight has q = p where the vocabularies allow it.
+    """
+    target = random_logits(generator, batch, num_drafts + 1, vocab_size, dtype=dtype)
+    rows = random_rows(batch, generator) | dict(temperature=temperatures(batch))
+    pick = torch.rand(batch, 1, 1, generator=generator)
+    size = vocab_size if draft_vocab is None else draft_vocab
+    draft = random_logits(generator, batch, num_drafts, size, dtype=dtype)
+    if size == vocab_size:
+        near = target[:, :num_drafts] + torch.randn(draft.shape, generator=generator).to(dtype) * 0.5
+        draft = torch.where(pick < 0.6, near, draft)
+        draft = torch.where(pick < 0.125, target[:, :num_drafts], draft)
+    tokens = reference.sample(draft, **rows, origin=rows["position"], stream=philox.DRAFT).tokens
+    length = torch.randint(0, num_drafts + 1, (batch, 1), generator=generator)
+    shorter = torch.rand(batch, 1, generator=generator) < 0.2
+    tokens = tokens.masked_fill(shorter & (torch.arange(num_drafts) >= length), -1)
+    return dict(target_logits=target, draft_tokens=tokens, draft_logits=None if draft_vocab is None else draft, **rows)
+
+
+def random_cases(count: int) -> Iterator[Case]:
+    """Batches of 40 small sequences that vary in everything else."""
+    for index in range(count // 40):
+        generator = torch.Generator().manual_seed(1_000 + index)
+        vocab_size, other = torch.randint(2, 40, (2,), generator=generator).tolist()
+        draft_vocab = (None, vocab_size, vocab_size, other)[index % 4]
+        yield verify_case(generator, 40, (1, 2, 0, 3, 4)[index % 5], vocab_size, draft_vocab, DTYPES[index % 3])
+
+
+def to_device(value: Any, device: str) -> Any:
+    if isinstance(value, RowStats):
+        return RowStats(*(field.to(device) for field in value))
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def assert_stats_agree(actual: RowStats, expected: RowStats, dtype: torch.dtype) -> None:
+    """threshold and argmax equal, lse close. In a row with NaN or +inf only lse = NaN is defined."""
+    ok = ~expected.lse.isnan()
+    torch.testing.assert_close(actual.lse.cpu(), expected.lse, equal_nan=True, **TOLERANCE[dtype])
+    assert torch.equal(actual.threshold.cpu()[ok], expected.threshold[ok])
+    assert torch.equal(actual.argmax.cpu()[ok], expected.argmax[ok])
+    assert actual.argmax.dtype == torch.int64 and actual.lse.dtype == torch.float32
+
+
+def assert_verdicts_equal(actual: Verdict, expected: Verdict) -> None:
+    for name, have, want in zip(Verdict._fields, actual, expected, strict=True):
+        torch.testing.assert_close(have.cpu(), want, rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def check_row_stats(logits: Tensor, temperature: Tensor | None = None, device: str = DEVICE) -> RowStats:
+    actual = row_stats(to_device(logits, device), to_device(temperature, device))
+    assert_stats_agree(actual, reference.row_stats(logits, temperature), logits.dtype)
+    return actual
+
+
+def check_sample(logits: Tensor, temperature: Tensor | None = None, device: str = DEVICE, **rows: Any) -> Tensor:
+    on_device = {name: to_device(value, device) for name, value in rows.items()}
+    actual = sample(to_device(logits, device), to_device(temperature, device), **on_device)
+    expected = reference.sample(logits, temperature, **rows)
+    assert torch.equal(actual.tokens.cpu(), expected.tokens)
+    assert_stats_agree(actual.stats, expected.stats, logits.dtype)
+    return actual.tokens
+
+
+def check_verify(case: Case, device: str = DEVICE, **more: Any) -> Verdict:
+    """The kernel's verdict on a case, once it equals the twin's."""
+    case = case | more
+    actual = verify(**{name: to_device(value, device) for name, value in case.items()})
+    expected = reference.verify(**case)
+    assert_verdicts_equal(actual, expected)
+    return expected

@@ -1,0 +1,241 @@
+"""The Triton verify against its torch twin."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import (
+    DEVICE,
+    DTYPES,
+    LAYOUTS,
+    VOCABS,
+    Case,
+    check_verify,
+    lay_out,
+    random_cases,
+    random_rows,
+    to_device,
+    verify_case,
+)
+
+from engine.kernels import ops, philox, reference
+from engine.kernels.records import RowStats, Status
+from engine.kernels.sample import sample
+from engine.kernels.verify import verify
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_empty"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def shapes() -> Iterator[Any]:
+    """The whole matrix; by default the small vocabularies in full, and of the large ones every dtype and both kinds."""
+    sample_of_large = {
+        (49_152, torch.float32, "full"),
+        (49_152, torch.float16, "one-hot"),
+        (151_936, torch.bfloat16, "full"),
+        (151_936, torch.float32, "one-hot"),
+    }
+    for shape in itertools.product(VOCABS, DTYPES, ("full", "one-hot")):
+        by_default = shape[0] <= 1_000 or shape in sample_of_large
+        yield pytest.param(*shape, marks=() if by_default else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype", "kind"), list(shapes()), ids=str)
+def test_verdicts_equal_the_twin(vocab_size: int, dtype: torch.dtype, kind: str) -> None:
+    batch, num_drafts = (3, 1) if vocab_size > 100_000 else (4, 2) if vocab_size > 10_000 else (8, 4)
+    draft_vocab = vocab_size if kind == "full" else None
+    check_verify(verify_case(generator(vocab_size), batch, num_drafts, vocab_size, draft_vocab, dtype))
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 2, 3, 7, 8])
+def test_any_number_of_drafts(num_drafts: int) -> None:
+    for draft_vocab in (None, 200):
+        check_verify(verify_case(generator(num_drafts), 8, num_drafts, 200, draft_vocab))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides(layout: str) -> None:
+    case = verify_case(generator(1), 6, 3, 5_001, 5_003, torch.bfloat16)
+    for name in ("target_logits", "draft_logits"):
+        case[name] = lay_out(case[name], layout)
+    case["draft_tokens"] = case["draft_tokens"].t().contiguous().t()
+    check_verify(case)
+
+
+@pytest.mark.parametrize("sizes", [(1000, 1024), (1024, 1000), (5, 4097), (4097, 5)], ids=str)
+def test_vocabularies_of_different_size(sizes: tuple[int, int]) -> None:
+    """A token that one vocabulary lacks has probability 0 in it, wherever the blocks end."""
+    case = verify_case(generator(2), 12, 3, *sizes)
+    assert (case["draft_tokens"] >= min(sizes)).any() or sizes[0] > sizes[1]
+    check_verify(case)
+    case["draft_tokens"] = torch.randint(-1, max(sizes) + 2, (12, 3), generator=generator(3))
+    check_verify(case)
+    check_verify(case, draft_logits=None)
+
+
+def test_stats_of_the_drafts_given_or_not() -> None:
+    """A drafter that samples with `sample` hands its stats over, and nothing changes."""
+    case = to_device_case(verify_case(generator(4), 8, 3, 500, 500))
+    rows = {name: case[name] for name in ("temperature", "seed", "position")}
+    draws = sample(case["draft_logits"], **rows, origin=rows["position"], stream=philox.DRAFT)
+    case["draft_tokens"] = draws.tokens
+    given, derived = verify(**case, draft_stats=draws.stats), verify(**case)
+    assert all(torch.equal(a, b) for a, b in zip(given, derived, strict=True))
+    assert given.num_accepted.sum() > 0 and given.status.sum() == 0
+
+
+def test_stats_of_filtered_drafts() -> None:
+    """Thresholds in draft_stats count: the drafter may have filtered although the target is not."""
+    case = verify_case(generator(5), 16, 2, 50, 50)
+    stats = reference.row_stats(case["draft_logits"], case["temperature"], top_k=torch.full((16,), 3))
+    check_verify(case, draft_stats=stats)
+
+
+def test_full_and_zero_acceptance() -> None:
+    case = verify_case(generator(6), 8, 5, 64, 64)
+    same = case["target_logits"][:, :5].clone()
+    rows = {name: case[name] for name in ("temperature", "seed", "position")}
+    tokens = reference.sample(same, **rows, origin=rows["position"], stream=philox.DRAFT).tokens
+    verdict = check_verify(case, draft_logits=same, draft_tokens=tokens)  # p = q
+    assert verdict.num_accepted.tolist() == [5] * 8 and (verdict.tokens[:, 5] >= 0).all()
+
+    apart = same.clone().fill_(-torch.inf)  # disjoint supports
+    apart[..., 0] = 1.0
+    case["target_logits"][..., 0] = -torch.inf
+    verdict = check_verify(case, draft_logits=apart, draft_tokens=torch.zeros(8, 5, dtype=torch.int64))
+    assert verdict.num_accepted.tolist() == [0] * 8 and verdict.status.tolist() == [0] * 8
+    assert (verdict.tokens[:, 0] > 0).all() and (verdict.tokens[:, 1:] == -1).all()
+
+
+def test_greedy_rows_among_sampled_ones() -> None:
+    """They accept while the draft is the argmax, whatever q says, NaN included."""
+    case = verify_case(generator(7), 8, 3, 300, 300)
+    greedy = case["temperature"] == 0
+    case["draft_tokens"][greedy] = case["target_logits"].argmax(dim=-1)[greedy][:, :3]
+    case["draft_tokens"][greedy, 2] += 1  # the last one is wrong
+    case["draft_logits"][greedy] = torch.nan
+    verdict = check_verify(case)
+    assert verdict.num_accepted[greedy].tolist() == [2, 2] and (verdict.status[greedy] == 0).all()
+    check_verify(case, draft_logits=None)
+
+
+def test_target_rows_without_a_distribution() -> None:
+    """NaN, +inf and all -inf in the row that decides, in one before it and in one never reached."""
+    for bad, flag in (
+        (torch.nan, Status.NAN_TARGET), (torch.inf, Status.NAN_TARGET), (-torch.inf, Status.EMPTY_TARGET)
+    ):  # fmt: skip
+        case = verify_case(generator(8), 12, 2, 1_000, 1_000)
+        for row in range(3):
+            case["target_logits"][row::3, row, slice(None) if flag == Status.EMPTY_TARGET else -1] = bad
+        verdict = check_verify(case)
+        assert (verdict.status[::3] == flag).all() and (verdict.tokens[::3] == -1).all()
+        assert {0, int(flag)} == set(verdict.status.tolist())
+        check_verify(case, draft_logits=None)
+
+
+def test_draft_rows_without_a_distribution() -> None:
+    """The draft ends before them, and the next token is the target's own."""
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        case = verify_case(generator(9), 12, 2, 1_000, 1_000)
+        case["draft_tokens"].clamp_(min=0)
+        case["draft_logits"][::2, 0, slice(None) if bad == -torch.inf else 5] = bad
+        verdict = check_verify(case)
+        sampled = case["temperature"][::2] > 0
+        assert (verdict.status[::2][sampled] == Status.INVALID_DRAFT).all()
+        assert (verdict.num_accepted[::2][sampled] == 0).all() and (verdict.tokens[:, 0] >= 0).all()
+
+
+def test_a_draft_that_its_distribution_cannot_have_drawn() -> None:
+    """q(token) = 0: masked by -inf, or outside the draft's vocabulary."""
+    case = verify_case(generator(10), 8, 2, 100, 90)
+    case["temperature"].fill_(1.0)
+    case["draft_tokens"][:, 0] = torch.arange(8) + 86
+    case["draft_logits"][:, 0, 80:] = -torch.inf
+    verdict = check_verify(case)
+    assert (verdict.status == Status.ZERO_DRAFT_PROB).all() and (verdict.num_accepted == 0).all()
+
+
+@pytest.mark.parametrize("vocab_size", [7, 5_000])
+def test_an_empty_residual_falls_back_to_the_target(vocab_size: int) -> None:
+    """p <= q everywhere. It takes a q that sums to more than 1, here twice p: half of the drafts are rejected."""
+    case = verify_case(generator(17), 16, 1, vocab_size, vocab_size)
+    case["temperature"].fill_(1.0)
+    case["draft_logits"] = case["target_logits"][:, :1].clone()
+    stats = reference.row_stats(case["draft_logits"])
+    case["draft_tokens"] = stats.argmax
+    verdict = check_verify(case, draft_stats=RowStats(stats.threshold, stats.lse - 0.6931, stats.argmax))
+    rejected = verdict.num_accepted == 0
+    assert 2 < rejected.sum() < 14
+    assert (verdict.status[rejected] == Status.EMPTY_RESIDUAL).all()
+    drawn = case["target_logits"][rejected, 0].gather(1, verdict.tokens[rejected, :1])
+    assert (drawn > -torch.inf).all()  # not whichever id comes last
+
+
+def test_a_one_hot_residual_excludes_the_draft() -> None:
+    case = verify_case(generator(12), 40, 1, 3)
+    case["temperature"].fill_(1.0)
+    case["target_logits"] = torch.zeros(40, 2, 3)
+    case["draft_tokens"].fill_(2)
+    verdict = check_verify(case)
+    rejected = verdict.num_accepted == 0
+    assert 15 < rejected.sum() < 38 and (verdict.tokens[rejected, 0] < 2).all()
+
+
+def test_plain_decoding_is_verify_without_drafts() -> None:
+    """The bonus token and `sample` draw alike, so that K = 0 is plain decoding, bit for bit."""
+    case = to_device_case(verify_case(generator(13), 40, 0, 300))
+    rows = {name: case[name] for name in ("temperature", "seed", "position")}
+    assert torch.equal(verify(**case).tokens, sample(case["target_logits"], **rows).tokens)
+
+
+def test_a_sequence_does_not_depend_on_its_batch() -> None:
+    case = to_device_case(verify_case(generator(14), 6, 3, 200, 200))
+    together = verify(**case)
+    for slot in (0, 5):
+        alone = verify(**{name: value[slot : slot + 1] for name, value in case.items()})
+        assert all(torch.equal(a[slot : slot + 1], b) for a, b in zip(together, alone, strict=True))
+
+
+def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ops` serves unfiltered rows from Triton when told to, filtered ones from torch, and float64 too."""
+    case = to_device_case(verify_case(generator(15), 4, 2, 30, 30))
+    monkeypatch.setenv("ENGINE_KERNELS", "triton")
+    called = []
+    monkeypatch.setattr("engine.kernels.verify.verify", lambda *a, **k: called.append("triton"))
+    ops.verify(**case)
+    ops.verify(**case, top_k=torch.full((4,), 3, device=DEVICE))
+    ops.verify(**case | dict(target_logits=case["target_logits"].double()))
+    monkeypatch.setenv("ENGINE_KERNELS", "torch")
+    ops.verify(**case)
+    assert called == ["triton"]
+
+
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_equal_seeds_give_equal_tokens(count: int) -> None:
+    outcomes = set()
+    for case in random_cases(count):
+        verdict = check_verify(case)
+        outcomes |= set(verdict.num_accepted.tolist())
+    assert outcomes == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_equal_seeds_give_equal_samples(count: int) -> None:
+    for index in range(count // 40):
+        rng = generator(2_000 + index)
+        logits = torch.randn(40, 2 + index % 97, generator=rng) * 3
+        rows = to_device_case(dict(logits=logits) | random_rows(40, rng))
+        want = reference.sample(logits, **{name: rows[name].cpu() for name in ("seed", "position")})
+        assert torch.equal(sample(**rows).tokens.cpu(), want.tokens)
+
+
+def to_device_case(case: Case) -> Case:
+    return {name: to_device(value, DEVICE) for name, value in case.items()}
