@@ -21,6 +21,7 @@ def sampled_pairs(chain: Chain, one_hot: bool, count: int = SAMPLES, batch: int 
 
 
 def sampled_batch(chain: Chain, one_hot: bool, start: int, count: int) -> Tensor:
+    """Two drafts and a verdict for `count` sequences, and one more token for those that are short of two."""
     filters = rows(chain.filters, count, torch.float32)
     where = dict(seed=torch.arange(start, start + count) * 7919 + 3, position=torch.full((count,), 20))
     first, second = (table.float() for table in chain.draft)
@@ -35,7 +36,7 @@ def sampled_batch(chain: Chain, one_hot: bool, start: int, count: int) -> Tensor
         drafts, draft_logits = torch.stack([a, b], dim=1), torch.stack([first.expand(count, VOCAB), second[a]], dim=1)
     target = chain.rows_of([table.float() for table in chain.target], drafts)
     tokens = ops.verify(target, drafts, draft_logits, **where, **filters).tokens[:, :2]
-    # Sequences that are one token short draw the second in a round of their own.
+    # The second token of those drawn in a round of its own.
     later = dict(seed=where["seed"], position=where["position"] + 1)
     row = chain.target[1].float()[tokens[:, 0]][:, None]
     again = ops.verify(row, torch.empty(count, 0, dtype=torch.int64), **later, **filters).tokens[:, 0]

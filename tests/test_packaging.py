@@ -130,9 +130,7 @@ def test_nothing_imports_kernels_by_its_own_name() -> None:
     folders = [ROOT / name for name in ("engine", "kernels", "tests", "bench")]
     files = [path for folder in folders for path in folder.rglob("*.py")] + [ROOT / "noxfile.py"]
     assert len(files) > 4
-    guilty = [
-        path for path in files if any(name.split(".")[0] == "kernels" for name in imported_modules(path))
-    ]
+    guilty = [path for path in files if any(name.split(".")[0] == "kernels" for name in imported_modules(path))]
     assert guilty == []
 
 

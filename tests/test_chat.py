@@ -1,0 +1,111 @@
+"""`chat`: over a pipe, on a terminal, and when Ctrl-C is pressed."""
+
+import builtins
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cli_fakes
+import pytest
+from cli_fakes import FakeEngine, json_lines, pipe
+
+from engine import cli
+from engine.output import Piece
+
+checkpoint = cli_fakes.checkpoint
+one_thread = cli_fakes.one_thread
+
+engines = cli_fakes.engines
+
+
+def test_chat_over_a_pipe(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe(monkeypatch, "hello you\n\nagain\n/reset\n/what\nnew\n/quit\nnever\n")
+    assert cli.main(["chat", "-t", "model", "--system", "be kind"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "> hello you\nHELLO YOU\n4 tokens, 4.0 tokens/s, acceptance 50%, 2.00 tokens per target call\n" in out
+    assert "NEVER" not in out
+    system = {"role": "system", "content": "be kind"}
+    assert [len(asked) for asked in engines[0].asked] == [2, 4, 2]
+    assert engines[0].asked[1][:3] == [
+        system,
+        {"role": "user", "content": "hello you"},
+        {"role": "assistant", "content": "HELLO YOU"},
+    ]
+    assert engines[0].asked[2] == [system, {"role": "user", "content": "new"}]
+
+
+def test_chat_json_and_errors(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer that fails is reported, does not end the conversation, and shows in the exit status."""
+    pipe(monkeypatch, "one\nnan\ntwo")
+    assert cli.main(["chat", "-t", "model", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert [record["text"] for record in json_lines(captured.out)] == ["ONE", "TWO"]
+    assert captured.err == "error: the logits are NaN; /reset forgets the conversation\n"
+    assert [message["content"] for message in engines[0].asked[-1]] == ["one", "ONE", "two"]
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_ctrl_c_stops_an_answer(
+    signalled: bool,
+    engines: list[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A first Ctrl-C lets the running round finish; an interrupt in the midst of one loses that round."""
+
+    def interrupt(self: FakeEngine, prompt: Any, params: Any) -> Iterator[Piece]:
+        for piece in real(self, prompt, params):
+            if piece.text == "TWO " and signalled:
+                os.kill(os.getpid(), signal.SIGINT)
+            elif piece.text == "TWO ":
+                raise KeyboardInterrupt
+            yield piece
+
+    real = FakeEngine.stream
+    monkeypatch.setattr(FakeEngine, "stream", interrupt)
+    pipe(monkeypatch, "one two three\nfour\n")
+    before = signal.getsignal(signal.SIGINT)
+    assert cli.main(["chat", "-t", "model"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    out = capsys.readouterr().out
+    shown, count = ("ONE TWO ", 2) if signalled else ("ONE ", 1)
+    assert f"{shown}\nstopped after {count} tokens\n" in out
+    assert "THREE" not in out
+    assert "FOUR" in out
+    assert engines[0].asked[-1][1] == {"role": "assistant", "content": shown}
+
+
+def test_interactive_chat(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C at the prompt does not end the program, Ctrl-D does."""
+    lines = iter([KeyboardInterrupt(), " hi ", EOFError()])
+
+    def read(prompt: str = "") -> str:
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    pipe(monkeypatch, "")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(builtins, "input", read)
+    assert cli.main(["chat", "-t", "model"]) == 0
+    out = capsys.readouterr().out
+    assert "HI\n" in out
+    assert "/reset" in out
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_real_chat(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe(monkeypatch, "hello\nhello\n")
+    assert cli.main(["chat", "-t", str(checkpoint), "-n", "12", "--json"]) == 0
+    assert len(json_lines(capsys.readouterr().out)) == 2

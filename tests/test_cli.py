@@ -1,0 +1,222 @@
+"""The command line: `generate`, and what all commands share."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cli_fakes
+import pytest
+from cli_fakes import FakeEngine, json_lines, pipe
+
+import engine
+from engine import cli, demo_prompts, terminal
+from engine.errors import EngineError, InvalidLogitsError
+
+ROOT = Path(__file__).resolve().parent.parent
+checkpoint = cli_fakes.checkpoint
+one_thread = cli_fakes.one_thread
+
+engines = cli_fakes.engines
+
+
+@pytest.mark.parametrize("command", ["demo", "generate", "chat"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    for option in ("--target", "--drafter", "--num-draft-tokens", "--exact", "--json", "--max-new-tokens"):
+        assert option in text
+    assert cli.main([]) == 0
+    assert command in capsys.readouterr().out
+
+
+def test_import_is_light() -> None:
+    code = "import sys, engine.cli; print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version_and_a_reader_that_has_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"speculative-engine {engine.__version__}\n"
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "engine", "--version"]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_generate_streams_one_prompt(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    words = "generate -t model -d none -k 3 --exact --max-length 99 --top-k 4 --seed 5 -T 0.5 --stop . --stop !"
+    assert cli.main([*words.split(), "a b"]) == 0
+    assert capsys.readouterr().out == "A B\n"
+    (llm,) = engines
+    assert llm.target == "model"
+    assert llm.options["drafter"] is None
+    assert (llm.options["num_draft_tokens"], llm.options["exact"], llm.options["max_length"]) == (3, True, 99)
+    params = llm.params
+    assert (params.temperature, params.top_k, params.seed, params.stop) == (0.5, 4, 5, (".", "!"))
+
+
+def test_generate_several_prompts(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "-t", "model", "--chat", "a b", "c"]) == 0
+    assert capsys.readouterr().out == "--- 1 ---\nA B\n--- 2 ---\nC\n"
+    assert engines[0].asked == [[{"role": "user", "content": "a b"}], [{"role": "user", "content": "c"}]]
+
+
+def test_generate_json(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [f"p{number}" for number in range(7)]  # more than a group of four
+    assert cli.main(["generate", "-t", "model", "--json", "--max-batch-size", "1", *prompts]) == 0
+    records = json_lines(capsys.readouterr().out)
+    assert [record["text"] for record in records] == [prompt.upper() for prompt in prompts]
+    assert [record["index"] for record in records] == list(range(7))
+    assert records[0].keys() == {"index", "text", "token_ids", "finish_reason", "stats"}
+    assert records[0]["stats"]["acceptance_rate"] == 0.5
+
+
+def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.write_json({"a": float("nan"), "b": [1.5, float("inf")]})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1.5, None]}
+
+
+@pytest.mark.parametrize(
+    "name, content, prompts",
+    [
+        ("p.txt", "one\n\ntwo {}\n", ["one", "two {}"]),
+        ("p.jsonl", '{"prompt": "one"}\n{"turns": ["two", "x"]}\n', ["one", "two"]),
+        ("p.txt", '{"prompt": "one\\nmore"}\n', ["one\nmore"]),
+    ],
+)
+def test_prompts_from_a_file(
+    name: str, content: str, prompts: list[str], engines: list[FakeEngine], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert cli.main(["generate", "-t", "model", "--json", "-f", str(tmp_path / name)]) == 0
+    assert engines[0].asked == prompts
+
+
+def test_prompts_from_stdin(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe(monkeypatch, "one\ntwo\n")
+    assert cli.main(["generate", "-t", "model", "--json"]) == 0
+    pipe(monkeypatch, "one\ntwo\n")
+    assert cli.main(["generate", "-t", "model", "--json", "-f", "-"]) == 0
+    assert [llm.asked for llm in engines] == [["one\ntwo"], ["one", "two"]]
+
+
+@pytest.mark.parametrize(
+    "words, status, message",
+    [
+        ("generate -t missing.gguf x", 2, "got 'missing.gguf'"),
+        ("generate -t model -k -1 x", 2, "num_draft_tokens must be >= 0, got -1"),
+        ("generate -t model --temperature -1 x", 2, "temperature must be"),
+        ("generate -t model --temperature nan x", 2, "temperature must be"),
+        ("generate -t model --top-p 0 x", 2, "top_p must be in (0, 1]"),
+        ("generate -t model --max-new-tokens 0 x", 2, "max_new_tokens must be >= 1"),
+        ("generate -t model --top-k many x", 2, "--top-k"),
+        ("generate -t model --unheard-of x", 2, "--unheard-of"),
+        ("generate -t model -f missing.txt", 2, "missing.txt"),
+        ("generate -t model -f {bad} ", 2, 'bad.jsonl:2 must be a JSON object with a string "prompt"'),
+        ("generate -t model -f {empty}", 2, "must hold at least one prompt"),
+        ("generate -t model -f {empty} x", 2, "not both"),
+        ("generate -t model nan", 1, "the logits are NaN"),
+        ("demo -t model --repeats 0", 2, "repeats must be >= 1, got 0"),
+        ("chat -t missing.gguf", 2, "got 'missing.gguf'"),
+        ("no-such-command", 2, "no-such-command"),
+    ],
+)
+def test_bad_input_gives_one_line(
+    words: str,
+    status: int,
+    message: str,
+    engines: list[FakeEngine],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = {"bad": tmp_path / "bad.jsonl", "empty": tmp_path / "empty.txt"}
+    files["bad"].write_text('{"prompt": "one"}\n{"prompt": 2}\n')
+    files["empty"].write_text("\n")
+    assert cli.main(words.format(**files).split()) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_debug_shows_the_traceback(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--debug", "-t", "missing.gguf", "x"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_outputs_before_a_failure_are_shown(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generate(self: FakeEngine, prompts: Any, params: Any, progress: bool) -> Any:
+        raise InvalidLogitsError("NaN for prompts[1]", [self.output("a"), None, self.output("c")])
+
+    monkeypatch.setattr(FakeEngine, "generate", generate)
+    assert cli.main(["generate", "-t", "model", "--json", "a", "b", "c"]) == 1
+    captured = capsys.readouterr()
+    assert [record["index"] for record in json_lines(captured.out)] == [0, 2]
+    assert captured.err == "error: NaN for prompts[1]\n"
+
+
+def test_no_prompt_on_a_terminal(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe(monkeypatch, "")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert cli.main(["generate", "-t", "model"]) == 2
+    assert "no prompt" in capsys.readouterr().err
+
+
+def test_default_target(
+    engines: list[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The package is found without being imported: importing this one would fail."""
+    package = tmp_path / "fake_model_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(demo_prompts, "MODEL_PACKAGE", package.name)
+    assert cli.main(["generate", "x"]) == 2
+    assert demo_prompts.INSTALL_MODEL in capsys.readouterr().err
+    (package / "model.gguf").write_text("GGUF")
+    assert cli.main(["generate", "x"]) == 0
+    assert engines[0].target == str(package / "model.gguf")
+
+
+def test_ctrl_c_elsewhere_ends_the_program(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(self: FakeEngine, *args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeEngine, "generate", generate)
+    assert cli.main(["generate", "-t", "model", "a", "b"]) == 130
+
+
+def test_engine_errors_are_failures(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*args: Any, **options: Any) -> None:
+        raise EngineError("in\n  two lines")
+
+    monkeypatch.setattr(engine, "load", load)
+    assert cli.main(["generate", "-t", "model", "x"]) == 1
+    assert capsys.readouterr().err == "error: in two lines\n"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_real_generate(checkpoint: Path) -> None:
+    """In a process of its own: what is on its standard output is JSON and nothing else."""
+    command = [sys.executable, "-m", "engine", "generate", "-t", str(checkpoint), "--json", "-n", "12", "abab", "x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    records = json_lines(done.stdout)
+    assert [len(record["token_ids"]) for record in records] == [12, 12]
+    assert all(record["finish_reason"] == "length" for record in records)

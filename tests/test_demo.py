@@ -1,0 +1,116 @@
+"""`demo`: colours, the table, and what it owns up to."""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import cli_fakes
+import pytest
+import torch
+from cli_fakes import FakeEngine, json_lines
+from rich.console import Console
+
+from engine import cli, demo, demo_prompts, terminal
+from engine.output import Output, Piece, Span
+
+checkpoint = cli_fakes.checkpoint
+one_thread = cli_fakes.one_thread
+
+engines = cli_fakes.engines
+
+
+def test_colours() -> None:
+    """Drafted text has a colour, the target's own has none, and a model's escape codes are shown, not obeyed."""
+    piece = Piece("ab\x1b[2J", [1, 2], (Span("a", True), Span("b\x1b[2J", False)))
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False)
+    terminal.write_piece(console, piece)
+    assert console.file.getvalue() == "\x1b[32ma\x1b[0mb\N{SYMBOL FOR ESCAPE}[2J"  # type: ignore[attr-defined]
+    assert "accepted" in terminal.legend(console)
+    plain = Console(file=io.StringIO(), force_terminal=False)
+    terminal.write_piece(plain, piece)
+    assert plain.file.getvalue() == piece.text  # type: ignore[attr-defined]
+    assert terminal.legend(plain) == ""
+
+
+def test_demo_table(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "-t", "model", "--repeats", "2", "--exact"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    for text in ("Why is the sky blue", "question", "summary", "edit", "50%", "2.00", "yes", "torch", "threads"):
+        assert text in out
+    plain, speculative = engines
+    assert plain.options["drafter"] is None
+    assert speculative.options["drafter"] == "ngram"
+    assert plain.options["exact"] and speculative.options["exact"]
+    assert speculative.target is plain.target_model
+    assert speculative.options["tokenizer"] == plain.tokenizer
+    assert len(plain.asked) == 3 * (1 + 2)  # a warm-up and the timed runs
+    assert len(speculative.asked) == 3 * (1 + 1 + 2)  # and the text that is shown
+
+
+def test_demo_says_what_is_slower_or_differs(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def timed(llm: FakeEngine, prompt: Any, params: Any) -> tuple[Output, float]:
+        drafting = llm.options["drafter"] is not None
+        output = llm.output("a b c")
+        if drafting and prompt.name == "summary":
+            output.token_ids[1] = 7
+        return output, 2.0 if drafting and prompt.name == "question" else 1.5 - 0.5 * drafting
+
+    monkeypatch.setattr(demo, "_timed", timed)
+    assert cli.main(["demo", "-t", "model"]) == 0
+    out = capsys.readouterr().out
+    assert "0.75x slower" in out
+    assert "1.50x" in out
+    assert "The question was slower with speculation than without." in out
+    assert "The summary: the two texts part at token 2." in out
+    assert "--exact" in out
+    assert cli.main(["demo", "-t", "model", "--json"]) == 0
+    (report,) = json_lines(capsys.readouterr().out)
+    assert [row["slower"] for row in report["prompts"]] == [True, False, False]
+    assert [row["identical"] for row in report["prompts"]] == [True, False, True]
+    assert report["prompts"][1]["first_difference"] == 1
+    assert report["prompts"][2]["speedup"] == pytest.approx(1.5)
+    assert report["torch"] == torch.__version__
+
+
+def test_demo_warns_of_a_busy_machine(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = iter([1.0, 0.5, 1.1, 0.5, 4.0, 0.5] + [1.0, 0.5] * 6)
+    monkeypatch.setattr(demo, "_timed", lambda llm, prompt, params: (llm.output("a"), next(seconds)))
+    assert cli.main(["demo", "-t", "model"]) == 0
+    out = capsys.readouterr().out
+    assert "The question: runs lie 273% apart" in out
+    assert out.count("apart") == 1
+    assert "2.20x" in out  # of the medians
+
+
+@pytest.mark.parametrize("a, b, first", [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 3], 1)])
+def test_first_difference(a: list[int], b: list[int], first: int | None) -> None:
+    assert demo.first_difference(a, b) == first
+
+
+def test_threads(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are cores for this process, unless the environment has a say."""
+    demo.use_all_cores()
+    assert torch.get_num_threads() == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5}, raising=False)
+    demo.use_all_cores()
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_real_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tuple(demo_prompts.DemoPrompt(name, name, "hello" * 9) for name in ("question", "summary", "edit"))
+    monkeypatch.setattr(demo, "PROMPTS", prompts)
+    demonstrate = ["demo", "-t", str(checkpoint), "-n", "12", "--repeats", "1", "--dtype", "float32"]
+    assert cli.main([*demonstrate, "--json", "--exact"]) == 0
+    (report,) = json_lines(capsys.readouterr().out)
+    assert [row["identical"] for row in report["prompts"]] == [True, True, True]
+    assert cli.main(demonstrate) == 0
+    assert "efficiency" in capsys.readouterr().out
