@@ -246,5 +246,5 @@ def describe(environment: dict[str, Any]) -> str:
     """The environment in a line."""
     return (
         "{target}, {dtype}, {drafter} drafter, K = {num_draft_tokens}, {exactness}; "
-        "{device}, {threads} threads, torch {torch}"
+        "{device}, threads: {threads}, torch {torch}"
     ).format(exactness="exact" if environment["exact"] else "not exact", **environment)
