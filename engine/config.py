@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VERIFICATION_METHODS = ("rejection",)
+GREEDY_BELOW = 1e-5  # temperature
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
@@ -31,7 +32,7 @@ class SamplingParams:
     """How one prompt is continued.
 
     Attributes:
-        temperature: >= 0; 0 is greedy.
+        temperature: >= 0; 0 is greedy, and so is anything below 1e-5, where logit / T would overflow in the end.
         top_k: keep the k likeliest tokens; 0: off.
         top_p: keep the smallest set of likeliest tokens with at least this mass, in (0, 1]; 1: off.
         min_p: keep tokens with at least this share of the likeliest one's probability, in [0, 1]; 0: off.
@@ -56,6 +57,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         t, p, m = self.temperature, self.top_p, self.min_p
         _check_float("temperature", t, "a finite number >= 0", _is_number(t) and t >= 0)
+        if t < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
         check_int("top_k", self.top_k, 0)
         _check_float("top_p", p, "in (0, 1]", _is_number(p) and 0 < p <= 1)
         _check_float("min_p", m, "in [0, 1]", _is_number(m) and 0 <= m <= 1)

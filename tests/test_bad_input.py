@@ -51,6 +51,7 @@ def test_sampling_params_know_their_fields_and_are_frozen() -> None:
     with pytest.raises(AttributeError):
         engine.SamplingParams().top_k = 3  # type: ignore[misc]
     assert engine.SamplingParams(stop="end").stop == ("end",)
+    assert engine.SamplingParams(temperature=1e-40).temperature == 0.0
 
 
 @pytest.mark.parametrize(
