@@ -1,6 +1,5 @@
 """A stock `transformers` causal language model, called over a ragged batch."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ class RaggedModel:
             past_key_values=self.cache,
             use_cache=True,
         )
-        with _no_grad():
+        with torch.no_grad():
             if with_head:
                 logits: Tensor = self.model(**arguments).logits
                 return logits
@@ -155,8 +154,3 @@ class RaggedModel:
                 mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
             masks[kind] = mask
         return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
-
-
-def _no_grad() -> AbstractContextManager[None]:
-    # no_grad and not inference_mode: the cache's buffers are written in place by later calls, in either mode.
-    return torch.no_grad()
