@@ -1,60 +1,94 @@
-"""Microbenchmarks of verification: `pytest bench --benchmark-only`.
+"""Microbenchmarks of the kernels and of peers: `pytest bench --benchmark-only`.
 
-Each result is asserted to be valid before it is timed. On CPU the torch backend is timed.
+On a GPU the whole matrix runs; on CPU, where the torch backend is timed, a part of it that takes a few minutes (`--full`
+runs all). Every result is checked before it is timed. What pytest-benchmark's table cannot hold is in the JSON that
+`--benchmark-json` writes, under extra_info: p20 and p80, device and versions, and, measured in turns within one run,
+eager calls, CUDA graph replays, a plain copy of as many bytes (see bench/timing.py), or ours beside a peer.
 """
 
+import itertools
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from engine.kernels.ops import sample, verify
-from engine.kernels.philox import DRAFT
+from bench.cases import Case, all_cases, check_ours, make_inputs, our_call
+from bench.measure import contest, ratio_to
+from bench.peers import PEERS, Peer
+from bench.report import environment
+from bench.timing import Timing, use_all_cores
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NUM_DRAFTS = 4
-
-
-def case(batch: int, vocab_size: int) -> dict[str, Any]:
-    """Arguments of `verify`, with drafts drawn from a disturbed target."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=DEVICE)
-
-    target = 2 * normal(batch, NUM_DRAFTS + 1, vocab_size)
-    draft = (target[:, :-1] + normal(batch, NUM_DRAFTS, vocab_size)).bfloat16()
-    rows = dict(
-        temperature=torch.full((batch,), 0.7, device=DEVICE),
-        seed=torch.arange(batch, device=DEVICE),
-        position=torch.full((batch,), 100, device=DEVICE),
-    )
-    draws = sample(draft, **rows, origin=rows["position"], stream=DRAFT)
-    return dict(
-        target_logits=target.bfloat16(), draft_tokens=draws.tokens, draft_logits=draft, draft_stats=draws.stats, **rows
-    )
+BATCHES, DRAFTS, VOCAB_SIZES = (1, 8, 64, 256), (1, 4, 8), (32000, 49152, 128256, 151936)
+REDUCED = (1, 8), (4,), (49152, 151936)
+REDUCED_NAMES = (
+    "one-hot", "full", "block", "coupled", "greedy", "sample", "row_stats",
+    "full, top-k 50", "full, top-p 0.9", "sample, top-p 0.9",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("vocab_size", [49152, 151936])
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("draft", ["one-hot", "full", "greedy"])
-def test_verify(benchmark: Any, draft: str, batch: int, vocab_size: int) -> None:
-    arguments = case(batch, vocab_size)
-    if draft != "full":
-        arguments |= dict(draft_logits=None, draft_stats=None)
-    if draft == "greedy":
-        arguments["temperature"] = torch.zeros_like(arguments["temperature"])
+@cache
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
-    def run() -> Any:
-        verdict = verify(**arguments)
-        if DEVICE == "cuda":
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The matrix, by device and option; peers meet ours on "full"."""
+    whole = device() == "cuda" or metafunc.config.getoption("--full", default=False)
+    shapes = list(itertools.product(*((BATCHES, DRAFTS, VOCAB_SIZES) if whole else REDUCED)))
+    of_shape = {f"B{b}-K{k}-V{v}": all_cases(b, k, v) for b, k, v in shapes}
+    if "peer" in metafunc.fixturenames:
+        full = [pytest.param(cases["full"], id=shape) for shape, cases in of_shape.items()]
+        metafunc.parametrize("case", full)
+        metafunc.parametrize("peer", PEERS, ids=lambda peer: peer.name.replace(" ", "-"))
+    else:
+        names = {name: None for cases in of_shape.values() for name in cases if whole or name in REDUCED_NAMES}
+        chosen = [(name, shape) for name in names for shape in of_shape]
+        named = [pytest.param(n, of_shape[s][n], id=f"{n.replace(', ', '-').replace(' ', '')}-{s}") for n, s in chosen]
+        metafunc.parametrize("name, case", named)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def facts() -> dict[str, Any]:
+    """Device, driver and versions, with as many threads as there are cores."""
+    use_all_cores()
+    return environment(device())
+
+
+def timed(benchmark: Any, call: Callable[[], Any], facts: dict[str, Any], **more: Any) -> None:
+    """Let pytest-benchmark time a call, the wait for the device included, and add what belongs to it."""
+
+    def run() -> None:
+        call()
+        if device() == "cuda":
             torch.cuda.synchronize()
-        return verdict
 
-    verdict = run()
-    last = verdict.num_accepted.long()[:, None]
-    assert not verdict.status.any()
-    assert ((verdict.tokens.gather(1, last) >= 0) & (verdict.tokens.gather(1, last) < vocab_size)).all()
-    assert ((verdict.tokens >= 0).sum(1, keepdim=True) == last + 1).all()
-    benchmark.extra_info.update(device=DEVICE, torch=torch.__version__, num_draft_tokens=NUM_DRAFTS)
+    benchmark.extra_info.update(facts, **more)
     benchmark(run)
+    if benchmark.stats is not None:  # None under --benchmark-disable
+        result = Timing.of(benchmark.stats.stats.data)
+        benchmark.extra_info.update(p20_us=1e6 * result.p20, p80_us=1e6 * result.p80)
+
+
+@pytest.mark.benchmark(max_time=0.5, min_rounds=5)
+def test_ours(benchmark: Any, facts: dict[str, Any], name: str, case: Case) -> None:
+    inputs = make_inputs(case, device())
+    call = our_call(case, inputs)
+    check_ours(case, inputs, call())
+    records = contest({name: case}, device="cuda", repeats=30, seconds=2) if device() == "cuda" else []
+    assert not [record.error for record in records if record.error]
+    timed(benchmark, call, facts, contract_bytes=case.bytes_moved, contest=[asdict(record) for record in records])
+
+
+@pytest.mark.benchmark(max_time=0.5, min_rounds=5)
+def test_peer(benchmark: Any, facts: dict[str, Any], peer: Peer, case: Case) -> None:
+    if reason := peer.available():
+        pytest.skip(f"{peer.name}: {reason}")
+    records = contest({"full": case}, [peer], device=device(), repeats=15, seconds=2)
+    assert not [record.error for record in records if record.error]
+    ratio = ratio_to(peer.name, records)
+    call = peer.prepare(case, make_inputs(case, device()))
+    call()
+    timed(benchmark, call, facts, time_to_ours=ratio, contest=[asdict(record) for record in records])

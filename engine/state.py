@@ -73,7 +73,7 @@ class BatchState:
         return self.seq_lens + 1
 
     @property
-    def sampling(self) -> dict[str, Tensor | None]:
+    def sampling(self) -> dict[str, Any]:
         """Keyword arguments of `sample` and `verify`; filters that no row uses are None."""
         on = self.filtered
         return {

@@ -1,11 +1,11 @@
 """What users call: the same operations on any device, from Triton or from torch.
 
 Triton serves CUDA and ROCm tensors, torch all others. ENGINE_KERNELS=triton|torch overrides the choice; `triton` with
-TRITON_INTERPRET=1 runs the kernels on CPU tensors. Where a Triton kernel does not cover a case yet (filters), the torch
-twin serves it on any device.
+TRITON_INTERPRET=1 runs the kernels on CPU tensors.
 """
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from . import philox, reference
 from .records import Draws, RowStats, Verdict
 
-METHODS = ("rejection",)
+LOSSLESS_METHODS = ("rejection", "block", "coupled")
+METHODS = (*LOSSLESS_METHODS, "typical")
 
 
 def row_stats(
@@ -22,6 +23,9 @@ def row_stats(
     top_k: Tensor | None = None,  # [B] int, <= 0 = off; None: off
     top_p: Tensor | None = None,  # [B] float in (0, 1]; None: off
     min_p: Tensor | None = None,  # [B] float in [0, 1]; None: off
+    *,
+    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, W, V] floating, added to the logits
+    token_mask: Tensor | None = None,  # [V], [B, V] or [B, W, V] bool, False = excluded
 ) -> RowStats:
     """Threshold, log-sum-exp and argmax of every row; see `RowStats` and `reference.row_stats`.
 
@@ -30,11 +34,13 @@ def row_stats(
     """
     _check_logits("logits", logits, (2, 3))
     _check_rows(logits.shape[0], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    if _use_triton(logits) and not _filtered(top_k, top_p, min_p):
+    _check_vocabulary(logits, logit_bias, token_mask)
+    more: dict[str, Any] = dict(logit_bias=logit_bias, token_mask=token_mask)
+    if _use_triton(logits):
         from .row_stats import row_stats as triton_row_stats
 
-        return triton_row_stats(logits, temperature)
-    return reference.row_stats(logits, temperature, top_k, top_p, min_p)
+        return triton_row_stats(logits, temperature, top_k, top_p, min_p, **more)
+    return reference.row_stats(logits, temperature, top_k, top_p, min_p, **more)
 
 
 def sample(
@@ -48,6 +54,9 @@ def sample(
     position: Tensor,  # [B] int64, absolute position of the token drawn from column 0
     origin: Tensor | None = None,  # [B] int64, position of the round's first drafted token; None: 0
     stream: int = philox.SAMPLE,  # philox.DRAFT when drafting
+    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, W, V] floating, added to the logits
+    token_mask: Tensor | None = None,  # [V], [B, V] or [B, W, V] bool, False = excluded
+    return_logprobs: bool = False,
 ) -> Draws:
     """One token per row and the stats of the rows, in one reading; see `reference.sample`.
 
@@ -57,11 +66,14 @@ def sample(
     _check_logits("logits", logits, (2, 3))
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_rows(logits.shape[0], **rows, seed=seed, position=position, origin=origin)
-    if _use_triton(logits) and not _filtered(top_k, top_p, min_p):
+    _check_vocabulary(logits, logit_bias, token_mask)
+    more: dict[str, Any] = dict(rows, seed=seed, position=position, origin=origin, stream=stream)
+    more |= dict(logit_bias=logit_bias, token_mask=token_mask, return_logprobs=return_logprobs)
+    if _use_triton(logits):
         from .sample import sample as triton_sample
 
-        return triton_sample(logits, temperature, seed=seed, position=position, origin=origin, stream=stream)
-    return reference.sample(logits, **rows, seed=seed, position=position, origin=origin, stream=stream)
+        return triton_sample(logits, **more)
+    return reference.sample(logits, **more)
 
 
 def verify(
@@ -77,11 +89,20 @@ def verify(
     seed: Tensor,  # [B] int64
     position: Tensor,  # [B] int64, absolute position of the first drafted token
     method: str = "rejection",
+    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, K+1, V] floating, added to target and draft logits
+    token_mask: Tensor | None = None,  # [V], [B, V] or [B, K+1, V] bool, False = excluded from both
+    return_logprobs: bool = False,
+    typical_epsilon: float = 0.09,
+    typical_delta: float = 0.3,
 ) -> Verdict:
-    """How many drafts stand, and the next token; see `reference.verify` for the rule and `Status` for the flags.
+    """How many drafts stand, and the next token; see `reference.verify` for the rules and `Status` for the flags.
 
-    Target and draft rows go through the same temperature and filters. V_draft may differ from V_target: a token that a
-    vocabulary lacks has probability 0 in it.
+    `rejection`, `block` and `coupled` leave the target's distribution as it is. `typical` (Medusa's acceptance: a draft
+    stands while p(x) > min(typical_epsilon, typical_delta * exp(-entropy of p))) does not: it is lossy. `coupled` and
+    `typical` do not look at draft_logits.
+
+    Target and draft rows go through the same bias, mask, temperature and filters. V_draft may differ from V_target: a
+    token that a vocabulary lacks has probability 0 in it.
 
     Raises:
         ValueError: naming the argument whose shape, dtype or value does not fit.
@@ -104,23 +125,26 @@ def verify(
             )
     elif draft_stats is not None:
         raise ValueError("draft_stats must be None where draft_logits is None (a one-hot draft has none)")
+    if draft_stats is not None and draft_stats.lse.shape != draft_tokens.shape:
+        raise ValueError(
+            f"draft_stats must have fields of shape [B, K] = {list(draft_tokens.shape)}, "
+            f"got {list(draft_stats.lse.shape)}"
+        )
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_rows(batch, **rows, seed=seed, position=position)
-    if _use_triton(target_logits) and not _filtered(top_k, top_p, min_p):
+    _check_vocabulary(target_logits, logit_bias, token_mask)
+    for name, value in (("typical_epsilon", typical_epsilon), ("typical_delta", typical_delta)):
+        if not value >= 0:
+            raise ValueError(f"{name} must be >= 0, got {value}")
+    more: dict[str, Any] = dict(
+        rows, seed=seed, position=position, method=method, logit_bias=logit_bias, token_mask=token_mask
+    )
+    more |= dict(return_logprobs=return_logprobs, typical_epsilon=typical_epsilon, typical_delta=typical_delta)
+    if _use_triton(target_logits):
         from .verify import verify as triton_verify
 
-        return triton_verify(
-            target_logits,
-            draft_tokens,
-            draft_logits,
-            draft_stats,
-            temperature=temperature,
-            seed=seed,
-            position=position,
-        )
-    return reference.verify(
-        target_logits, draft_tokens, draft_logits, draft_stats, **rows, seed=seed, position=position
-    )
+        return triton_verify(target_logits, draft_tokens, draft_logits, draft_stats, **more)
+    return reference.verify(target_logits, draft_tokens, draft_logits, draft_stats, **more)
 
 
 def _use_triton(tensor: Tensor) -> bool:
@@ -130,10 +154,6 @@ def _use_triton(tensor: Tensor) -> bool:
     if tensor.dtype == torch.float64:
         return False  # the kernels compute in float32
     return choice == "triton" or (choice == "" and tensor.is_cuda)
-
-
-def _filtered(*filters: Tensor | None) -> bool:
-    return any(value is not None for value in filters)
 
 
 def _check_logits(name: str, logits: Tensor, dims: tuple[int, ...]) -> None:
@@ -148,3 +168,18 @@ def _check_rows(batch: int, **values: Tensor | None) -> None:
     for name, value in values.items():
         if value is not None and value.shape != (batch,):
             raise ValueError(f"{name} must have shape [B] = [{batch}], got {list(value.shape)}")
+
+
+def _check_vocabulary(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> None:
+    shapes = [logits.shape[-1:], (logits.shape[0], logits.shape[-1]), logits.shape]
+    for name, value in (("logit_bias", logit_bias), ("token_mask", token_mask)):
+        if value is None:
+            continue
+        kind = "bool" if name == "token_mask" else "floating"
+        if not (value.dtype == torch.bool if kind == "bool" else value.is_floating_point()):
+            raise ValueError(f"{name} must be {kind}, got {value.dtype}")
+        if value.shape not in shapes:
+            allowed = ", ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(
+                f"{name} must have shape [V], [B, V] or that of the logits ({allowed}), got {list(value.shape)}"
+            )

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+DRAW_BLOCK = 1024  # tokens; a draw in two levels chooses a block of so many first, and then a token inside it
+
 
 class Status(IntFlag):
     """Why a row of a verdict is not an ordinary one. 0 means that all is well.
@@ -27,7 +29,8 @@ class RowStats(NamedTuple):
     """A distribution is its logits and these numbers: prob(v) = exp(logit_v / T - lse) where logit_v >= threshold.
 
     Every other token has probability 0.
-    Greedy rows (temperature 0) have threshold = the row's maximum and lse taken at temperature 1.
+    Greedy rows (temperature 0) have threshold = the row's maximum and the lse of all logits at temperature 1, so that
+    logit - lse is the model's own log-probability of the token.
     A row with NaN or +inf has lse = NaN; a row that is -inf throughout has lse = -inf.
     """
 
@@ -41,6 +44,7 @@ class Draws(NamedTuple):
 
     tokens: Tensor  # [B] or [B, W] int64; -1 where the row has no distribution
     stats: RowStats  # of the rows that were drawn from
+    logprobs: Tensor | None = None  # [B] or [B, W] float32, of the tokens; 0 where there is none
 
 
 class Verdict(NamedTuple):
@@ -49,3 +53,4 @@ class Verdict(NamedTuple):
     tokens: Tensor  # [B, K+1] int64: accepted drafts, then the next token, then -1
     num_accepted: Tensor  # [B] int32
     status: Tensor  # [B] int32, bits of Status
+    logprobs: Tensor | None = None  # [B, K+1] float32, log p of the emitted tokens; 0 behind them

@@ -1,11 +1,10 @@
 """One token per row by the Gumbel-argmax trick (Maddison et al., arXiv 1411.0030); see `reference.sample`.
 
-    token = argmax over v of logit_v / T + Gumbel(seed, position, origin, stream, v)
+    token = argmax over v of logit_v / T + Gumbel(seed, position, origin, stream, v), v with logit_v >= threshold
 
-The argmax does not need the log-sum-exp, so the row's stats and its draw come out of one reading. Greedy rows take
-the argmax of the logits and compute no noise.
-
-One program per row: reads V logits, writes four numbers.
+The argmax does not need the log-sum-exp, so a row's stats and its draw come out of one reading: each block leaves its
+winner beside its stats. With filters the threshold comes first, and one more sweep draws among the tokens that stay.
+Greedy rows take the argmax of the logits and compute no noise. One launch.
 """
 
 import torch
@@ -13,110 +12,127 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_helpers import (
+from .jit_draw import draw_kept, fetch_winner, leave_winners
+from .jit_filters import filter_row, leave_sample
+from .jit_rows import (
     OPTIONS,
-    block_size,
-    finish_draw,
-    finish_stats,
-    fold_draw,
-    fold_stats,
-    gumbel_block,
-    load_logits,
+    arrive,
+    fetch_stats,
+    leave_stats,
     load_temperature,
-    start_draw,
-    start_stats,
+    log_sum_exp,
+    read,
+    read_at,
+    tile_ids,
 )
 from .philox import SAMPLE
 from .records import Draws
-from .row_stats import empty_stats
+from .row_stats import as_rows, empty_stats, is_filtered, row_arguments, shape_arguments, view, vocabulary_view
 
 
 # On what is specialised, see row_stats_kernel.
 @triton.jit(
-    do_not_specialize=["noise_stream", "width"],
+    do_not_specialize=["noise_stream", "num_rows", "width"],
     do_not_specialize_on_alignment=[
-        "temperature", "seed", "position", "origin", "tokens", "threshold", "lse", "argmax",
+        "temperature", "top_k", "top_p", "min_p", "seed", "position", "origin",
+        "tokens", "logprobs", "threshold", "lse", "argmax",
     ],
 )  # fmt: skip
 def sample_kernel(
-    logits,  # [B, W, V]
-    temperature,  # [B] or None
-    seed,  # [B] int64
-    position,  # [B] int64
-    origin,  # [B] int64, or None: 0
+    logits, bias, mask,  # views [B, W, V]; bias and mask or None
+    temperature, top_k, top_p, min_p,  # [B] or None
+    seed, position, origin,  # [B] int64; origin or None: 0
     tokens,  # [B, W] int64, written
-    threshold,  # [B, W] float32, written
-    lse,  # [B, W] float32, written
-    argmax,  # [B, W] int64, written
+    logprobs,  # [B, W] float32, written, or None
+    threshold, lse, argmax,  # [B, W] float32, float32, int64; written
+    scratch, counters,
     noise_stream,
-    width,
-    vocab_size,
-    stride_batch,
-    stride_row,
-    stride_token,
-    BLOCK: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)
-    batch, column = program // width, program % width
-    row = logits + batch * stride_batch + column * stride_row
+    num_rows, width, num_blocks, num_tiles,
+    FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks)
+    program = tl.program_id(0)
+    row, tile = (program // num_tiles).to(tl.int64), program % num_tiles
+    batch, column = row // width, row % width
     inverse_temperature, greedy = load_temperature(temperature, batch)
-    row_seed = tl.load(seed + batch)
     row_position = tl.load(position + batch) + column
     row_origin = tl.zeros_like(row_position)
     if origin is not None:
         row_origin = tl.load(origin + batch)
+    noise = (tl.load(seed + batch), row_position, row_origin, noise_stream)
 
-    peak, peak_id, mass = start_stats(BLOCK)
-    best, extra, best_id = start_draw(BLOCK)
-    for start in range(0, vocab_size, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        x = load_logits(row, ids, vocab_size, stride_token)
-        peak, peak_id, mass = fold_stats(peak, peak_id, mass, x, ids, inverse_temperature, greedy)
+    ids = tile_ids(tile, BLOCKS, BLOCK)
+    x = read(rows, batch, column, ids)
+    peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
+    if FILTERED:
+        leave_sample(x, ids, logits[1], row, memory, SAMPLE_SHIFT)
+    else:
         if not greedy:
-            noise = gumbel_block(row_seed, start, row_position, row_origin, noise_stream, BLOCK)
-            best, extra, best_id = fold_draw(best, extra, best_id, x, noise, ids, inverse_temperature)
-    row_threshold, row_lse, row_argmax = finish_stats(peak, peak_id, mass, inverse_temperature, greedy)
-    token, _ = finish_draw(best, extra, best_id, inverse_temperature)
-    token = tl.where(greedy, row_argmax, token)
+            leave_winners(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
 
-    tl.store(tokens + program, tl.where(tl.abs(row_lse) < float("inf"), token, -1))
-    tl.store(threshold + program, row_threshold)
-    tl.store(lse + program, row_lse)
-    tl.store(argmax + program, row_argmax)
+    if arrive(counters + row, num_tiles):
+        best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
+        least = tl.full([], float("-inf"), tl.float32)
+        token = row_argmax
+        if FILTERED:
+            least, total = filter_row(
+                rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
+                SHIFT, SAMPLE_SHIFT,
+            )  # fmt: skip
+            if not greedy:
+                token = draw_kept(rows, batch, column, least, best, inverse_temperature, noise, BLOCKS, BLOCK)
+        else:
+            if not greedy:
+                token = fetch_winner(row, memory, best, inverse_temperature, NUM_BLOCKS)
+        row_lse = log_sum_exp(best, total, inverse_temperature)
+        valid = tl.abs(row_lse) < float("inf")
+        token = tl.where(valid, token.to(tl.int64), -1)
+        tl.store(tokens + row, token)
+        if logprobs is not None:
+            x_token = read_at(rows, batch, column, token)
+            tl.store(logprobs + row, tl.where(valid, x_token * inverse_temperature - row_lse, 0.0))
+        tl.store(threshold + row, tl.where(greedy, best, least))
+        tl.store(lse + row, row_lse)
+        tl.store(argmax + row, row_argmax.to(tl.int64))
 
 
 def sample(
     logits: Tensor,  # [B, V] or [B, W, V] float32, bfloat16 or float16, any strides
     temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    top_k: Tensor | None = None,  # [B] int; None: off
+    top_p: Tensor | None = None,  # [B] float; None: off
+    min_p: Tensor | None = None,  # [B] float; None: off
     *,
     seed: Tensor,  # [B] int64
     position: Tensor,  # [B] int64, absolute position of the token drawn from column 0
     origin: Tensor | None = None,  # [B] int64; None: 0
     stream: int = SAMPLE,
+    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, W, V] float
+    token_mask: Tensor | None = None,  # likewise, bool
+    return_logprobs: bool = False,
 ) -> Draws:
-    """Tokens [B] or [B, W] of unfiltered rows, and the rows' stats; one launch."""
+    """Tokens [B] or [B, W], and the rows' stats; one launch."""
+    rows = as_rows(logits)
     stats = empty_stats(logits)
     tokens = torch.empty_like(stats.argmax)
-    rows = logits if logits.dim() == 3 else logits[:, None]
-    batch, width, vocab_size = rows.shape
-    with torch.cuda.device_of(logits):
-        sample_kernel[(batch * width,)](
-            logits=rows,
-            temperature=None if temperature is None else temperature.contiguous(),
-            seed=seed.contiguous(),
-            position=position.contiguous(),
-            origin=None if origin is None else origin.contiguous(),
-            tokens=tokens,
-            threshold=stats.threshold,
-            lse=stats.lse,
-            argmax=stats.argmax,
-            noise_stream=stream,
-            width=width,
-            vocab_size=vocab_size,
-            stride_batch=rows.stride(0),
-            stride_row=rows.stride(1),
-            stride_token=rows.stride(2),
-            BLOCK=block_size(vocab_size),
-            **OPTIONS,
-        )
-    return Draws(tokens, stats)
+    logprobs = torch.empty_like(stats.lse) if return_logprobs else None
+    filtered = is_filtered(top_k, top_p, min_p)
+    shape = shape_arguments(rows, filtered, logit_bias, batched=False)
+    if tokens.numel():
+        with torch.cuda.device_of(logits):
+            sample_kernel[(shape["num_rows"] * shape["num_tiles"],)](
+                logits=view(rows),
+                bias=vocabulary_view(logit_bias, rows),
+                mask=vocabulary_view(token_mask, rows),
+                **row_arguments(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+                **row_arguments(seed=seed, position=position, origin=origin),
+                tokens=tokens,
+                logprobs=logprobs,
+                **stats._asdict(),
+                noise_stream=stream,
+                **shape,
+                FILTERED=filtered,
+                **OPTIONS,
+            )
+    return Draws(tokens, stats, logprobs)

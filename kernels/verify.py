@@ -1,16 +1,19 @@
-"""Rejection verification (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318); see `reference.verify`.
+"""How many drafts stand and what comes next, from logits; see `reference.verify` for the rules.
 
 With p the target's and q the drafter's distribution, each from logits, temperature and stats:
 
-    accept x_i while u_i q(x_i) < p(x_i);  on a rejection draw from max(p - q, 0), after the last draft from p
+    rejection  accept x_i while u_i q(x_i) < p(x_i);  after a rejection draw from max(p - q, 0)
+    block      s_i = min(s_{i-1} p(x_i) / q(x_i), 1);  the longest prefix with u_i < h_i stands (residual.py)
+    coupled    accept x_i while it is argmax of logit / T + Gumbel noise, which is what comes next as well
+    typical    accept x_i while p(x_i) > min(epsilon, delta exp(-entropy of p))
 
-A draw is argmax of log weight + Gumbel noise, and log max(p - q, 0) = log p + log(1 - q / p).
+Launch 1 (verify_kernel) has one program per tile of a target row. Each reads its tile and leaves what its blocks come to
+(jit_rows.py). The last of a row searches for its threshold, if there are filters. The last of a sequence knows all its
+rows; it tests the drafts, and draws what comes next, in two levels, reading one block of logits again.
 
-Launch 1 computes the stats of every target row (one more launch those of the draft rows, unless the sampler kept
-them). Launch 2 has one program per sequence: it tests all drafts at once, reading two logits for each, and then
-passes over the row that decides, and over the draft's row beside it if that was rejected. So K + 2 target rows and
-one draft row are read in all, and nothing as wide as the vocabulary is written. Sequences that end in an argmax or
-in an error skip the pass.
+One-hot drafts need no more: in the residual max(p - one-hot, 0) the draft's token is missing, so its row is read without
+it. Where q is a distribution, launch 2 (residual.py) reads the row of the first rejection and the draft's row beside it,
+or under `block` all rows that have a draft. Nothing as wide as the vocabulary is written.
 """
 
 import torch
@@ -18,25 +21,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_helpers import (
-    ACCEPT,
+from .jit_draw import draw_in_two_levels, draw_kept, leave_kept_masses, leave_winners, lowest_id
+from .jit_filters import filter_row, leave_sample
+from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
+from .jit_rows import (
+    ARGMAX,
+    HEAT,
+    MASS,
+    NO_ID,
     OPTIONS,
-    RESIDUAL,
-    SAMPLE,
-    block_size,
-    draft_ratio,
-    finish_draw,
-    fold_draw,
-    gumbel_block,
-    load_logits,
+    PEAK,
+    ROW_ENTROPY,
+    ROW_LSE,
+    ROW_PENDING,
+    ROW_PREFIX,
+    ROW_THRESHOLD,
+    ROW_WINNER,
+    VALUE,
+    WINNER,
+    arrive,
+    as_int,
+    block_heat,
+    blocks_at,
+    fetch,
+    fetch_stats,
+    finite,
+    leave_stats,
     load_temperature,
-    log1m,
-    prob_of,
-    start_draw,
-    uniforms,
+    log_sum_exp,
+    pick,
+    read,
+    read_at,
+    row_at,
+    row_total,
+    tile_ids,
+    vocab_size_of,
 )
 from .records import RowStats, Status, Verdict
-from .row_stats import row_stats
+from .residual import block_length, residual_kernel, store_verdict
+from .row_stats import is_filtered, row_arguments, row_stats, shape_arguments, view, vocabulary_view
 
 _NAN_TARGET = tl.constexpr(int(Status.NAN_TARGET))
 _EMPTY_TARGET = tl.constexpr(int(Status.EMPTY_TARGET))
@@ -46,156 +69,265 @@ _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 
 
 @triton.jit
-def _test_drafts(
-    target, target_vocab, target_stride_row, target_stride_token,
-    target_threshold, target_lse, target_argmax,
-    draft, draft_vocab, draft_stride_row, draft_stride_token, draft_threshold, draft_lse,
-    draft_tokens, num_drafts, inverse_temperature, greedy, seed, position,
-    BLOCK_WIDTH: tl.constexpr,
+def _leave_filtered_row(
+    target, batch, column, row, memory, inverse_temperature, greedy, filters, noise,
+    METHOD: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many drafts stand, whether the next was rejected by its test, and the flags of the one that ended it.
-
-    All pointers point to the sequence's first column. Each draft has a lane; `fit` says that it can be tested.
-    """
-    column = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
-    inside = column < num_drafts
-    token = tl.load(draft_tokens + column, mask=inside, other=-1)
-    argmax = tl.load(target_argmax + column, mask=inside, other=-1)
-    lse = tl.load(target_lse + column, mask=inside, other=0.0)
-    threshold = tl.load(target_threshold + column, mask=inside, other=0.0)
-    row = target + column * target_stride_row
-    p = prob_of(row, token, target_vocab, target_stride_token, threshold, lse, inverse_temperature)
-    testable = (token >= 0) & (tl.abs(lse) < float("inf"))
-    fit = testable
-    flags = tl.zeros([BLOCK_WIDTH], tl.int32)
-    bound = uniforms(seed, position + column, position, ACCEPT)
-    if draft is not None:
-        lse = tl.load(draft_lse + column, mask=inside, other=0.0)
-        threshold = tl.load(draft_threshold + column, mask=inside, other=0.0)
-        row = draft + column * draft_stride_row
-        q = prob_of(row, token, draft_vocab, draft_stride_token, threshold, lse, inverse_temperature)
-        valid = tl.abs(lse) < float("inf")
-        fit = tl.where(greedy, testable, testable & valid & (q != 0))
-        flags = tl.where(testable & ~fit, tl.where(valid, _ZERO_DRAFT_PROB, _INVALID_DRAFT), 0)
-        bound *= q
-    accepted = fit & tl.where(greedy, token == argmax, bound < p)
-    count = tl.min(tl.where(accepted, num_drafts, column), axis=0)  # leading ones; lane K is never accepted
-    here = column == count
-    rejected = tl.max(tl.where(here & fit, 1, 0), axis=0) > 0
-    return count, rejected, tl.max(tl.where(here, flags, 0), axis=0)
+    """Leave what the sequence will ask of a filtered row: threshold, lse, own token, entropy."""
+    best, total, own = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
+    threshold, total = filter_row(
+        target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT
+    )
+    if METHOD == "coupled":
+        if not greedy:
+            own = draw_kept(target, batch, column, threshold, best, inverse_temperature, noise, BLOCKS, BLOCK)
+    if METHOD == "typical":
+        heat = tl.zeros([BLOCKS], tl.float32)
+        for tile in range(tl.cdiv(vocab_size_of(target), BLOCKS * BLOCK)):
+            x = read(target, batch, column, tile_ids(tile, BLOCKS, BLOCK))
+            x = tl.where(x >= threshold, x, float("-inf"))
+            heat += block_heat(x, tl.zeros([BLOCKS], tl.float32) + best, inverse_temperature)
+        tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - tl.sum(heat, axis=0) / total)
+    tl.store(row_at(memory, ROW_THRESHOLD, row), threshold)
+    tl.store(row_at(memory, ROW_LSE, row), log_sum_exp(best, total, inverse_temperature))
+    tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)
 
 
 @triton.jit
-def _draw_next(
-    target, target_vocab, target_stride_token, threshold, lse,
-    draft, draft_vocab, draft_stride_token, draft_threshold, draft_lse,
-    draft_token, rejected, inverse_temperature, seed, position, origin, stream,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One pass over the deciding row: the token drawn, and whether the residual it should come from was empty.
+def _fetch_filtered_rows(row, inside, memory):
+    """Threshold, lse, own token and entropy of the rows [WIDTH] of a sequence."""
+    threshold = fetch(row_at(memory, ROW_THRESHOLD, row), inside, 0.0)
+    lse = fetch(row_at(memory, ROW_LSE, row), inside, float("-inf"))
+    own = fetch(as_int(row_at(memory, ROW_WINNER, row)), inside, -1)
+    return threshold, lse, own, fetch(row_at(memory, ROW_ENTROPY, row), inside, 0.0)
 
-    target and draft point to their row. The draw from p is gathered beside that from the residual, because only
-    after the pass is it known that p <= q everywhere, which rounding can cause.
-    """
-    best, extra, best_id = start_draw(BLOCK)
-    best_r, extra_r, id_r = start_draw(BLOCK)
-    for start in range(0, target_vocab, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        x = load_logits(target, ids, target_vocab, target_stride_token)
-        x = tl.where(x >= threshold, x, float("-inf"))
-        noise = gumbel_block(seed, start, position, origin, stream, BLOCK)
-        best, extra, best_id = fold_draw(best, extra, best_id, x, noise, ids, inverse_temperature)
-        if rejected:
-            if draft is None:
-                left = noise + tl.where(ids == draft_token, float("-inf"), 0.0)
-            else:
-                y = load_logits(draft, ids, draft_vocab, draft_stride_token)
-                ratio = draft_ratio(x, y, threshold, lse, draft_threshold, draft_lse, inverse_temperature)
-                left = noise + tl.where(ratio < 1, log1m(tl.where(ratio < 1, ratio, 0.0)), float("-inf"))
-            best_r, extra_r, id_r = fold_draw(best_r, extra_r, id_r, x, left, ids, inverse_temperature)
-    token, _ = finish_draw(best, extra, best_id, inverse_temperature)
-    token_r, any_r = finish_draw(best_r, extra_r, id_r, inverse_temperature)
-    return tl.where(rejected & any_r, token_r, token), rejected & ~any_r
+
+@triton.jit
+def _fetch_rows(row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD: tl.constexpr, MASSES: tl.constexpr,
+                NUM_BLOCKS: tl.constexpr):  # fmt: skip
+    """The same of unfiltered rows, from their blocks. x_left_out [WIDTH]: the logit of the token that is not in them."""
+    row, block = row[:, None], tl.arange(0, NUM_BLOCKS)[None, :]
+    known = inside[:, None] & (block < memory[2])
+    peak = fetch(blocks_at(memory, PEAK, row) + block, known, float("-inf"))
+    best = tl.maximum(tl.max(peak, axis=1), x_left_out)
+    entropy = tl.zeros_like(best)
+    if MASSES:
+        mass = fetch(blocks_at(memory, MASS, row) + block, known, 0.0)
+        total = row_total(peak, mass, best[:, None], inverse_temperature, 1)
+        total += tl.exp((x_left_out - finite(best)) * inverse_temperature)
+        if METHOD == "typical":
+            heat = fetch(blocks_at(memory, HEAT, row) + block, known, 0.0)
+            cooler = tl.where(mass > 0, (peak - best[:, None]) * inverse_temperature, 0.0)
+            heat = tl.sum(tl.exp(cooler) * (heat + mass * cooler), axis=1)
+            entropy = tl.log(total) - heat / total
+    else:
+        total = tl.where(best == float("-inf"), 0.0, 1.0)  # only whether there is a distribution
+    own = tl.zeros_like(best).to(tl.int32)
+    if greedy:
+        argmax = fetch(as_int(blocks_at(memory, ARGMAX, row)) + block, known, NO_ID)
+        own = lowest_id(peak, best[:, None], argmax, 1)
+    else:
+        if METHOD == "coupled":
+            value = fetch(blocks_at(memory, VALUE, row) + block, known, float("-inf"))
+            winner = fetch(as_int(blocks_at(memory, WINNER, row)) + block, known, NO_ID)
+            value += tl.where(value > float("-inf"), (peak - best[:, None]) * inverse_temperature, 0.0)
+            own = lowest_id(value, tl.max(value, axis=1)[:, None], winner, 1)
+    threshold = tl.full(best.shape, float("-inf"), tl.float32)
+    return threshold, log_sum_exp(best, total, inverse_temperature), own, entropy
+
+
+@triton.jit
+def _fit_drafts(token, lse, draft, draft_threshold, draft_lse, batch, column, num_drafts, inverse_temperature, greedy):
+    """Per draft [WIDTH]: whether it can be tested at all, q of its token (1 for one-hot drafts), and its flags."""
+    inside = column < num_drafts
+    testable = inside & (token >= 0) & (tl.abs(lse) < float("inf"))
+    fit, q, flags = testable, tl.full(lse.shape, 1.0, tl.float32), tl.zeros_like(token).to(tl.int32)
+    if draft_lse is not None:
+        at = batch * num_drafts + column
+        q_lse = tl.load(draft_lse + at, mask=inside, other=0.0)
+        least = tl.load(draft_threshold + at, mask=inside, other=0.0)
+        y = read_at(draft, batch, column, token)
+        q = tl.where(y >= least, tl.exp(y * inverse_temperature - q_lse), 0.0)
+        valid = tl.abs(q_lse) < float("inf")
+        fit = tl.where(greedy, testable, testable & valid & (q != 0))
+        flags = tl.where(testable & ~fit, tl.where(valid, _ZERO_DRAFT_PROB, _INVALID_DRAFT), 0)
+    return fit, q, flags
+
+
+@triton.jit
+def _prefix(p, q, column, num_drafts):
+    """s [WIDTH]: s_0 = 1, s_i = min(s_{i-1} p(x_i) / q(x_i), 1); p and q of x_i in lane i - 1."""
+    s = tl.full([], 1.0, tl.float32)
+    prefix = tl.full(p.shape, 1.0, tl.float32)
+    for i in range(num_drafts):
+        s = tl.minimum(tl.div_rn(s * pick(p, column == i), pick(q, column == i)), 1.0)
+        prefix = tl.where(column == i + 1, s, prefix)
+    return prefix
 
 
 # On what is specialised, see row_stats_kernel.
 @triton.jit(
-    do_not_specialize=["num_drafts"],
+    do_not_specialize=["num_rows", "width", "typical_epsilon", "typical_delta"],
     do_not_specialize_on_alignment=[
-        "target_threshold", "target_lse", "target_argmax", "draft_tokens", "draft_threshold", "draft_lse",
-        "temperature", "seed", "position", "tokens", "num_accepted", "status",
+        "draft_tokens", "draft_threshold", "draft_lse", "temperature", "top_k", "top_p", "min_p", "seed", "position",
+        "tokens", "num_accepted", "status", "logprobs",
     ],
 )  # fmt: skip
 def verify_kernel(
-    target,  # [B, K+1, V_target] logits
-    target_threshold,  # [B, K+1] float
-    target_lse,  # [B, K+1] float
-    target_argmax,  # [B, K+1] int64
+    target, bias, mask,  # views [B, K+1, V_target]; bias and mask or None
     draft_tokens,  # [B, K] int64, -1 = none
-    draft,  # [B, K, V_draft] logits, or None: one-hot
-    draft_threshold,  # [B, K] float, or None
-    draft_lse,  # [B, K] float, or None
-    temperature,  # [B] float, or None
-    seed,  # [B] int64
-    position,  # [B] int64
-    tokens,  # [B, K+1] int64, written
-    num_accepted,  # [B] int32, written
-    status,  # [B] int32, written
-    num_drafts,
-    target_vocab, target_stride_batch, target_stride_row, target_stride_token,
-    draft_vocab, draft_stride_batch, draft_stride_row, draft_stride_token,
-    BLOCK_WIDTH: tl.constexpr,  # a power of two >= K+1
-    BLOCK: tl.constexpr,
+    draft,  # view [B, K, V_draft], or None: one-hot
+    draft_threshold, draft_lse,  # [B, K] float32, or None
+    temperature, top_k, top_p, min_p,  # [B] or None
+    seed, position,  # [B] int64
+    tokens, num_accepted, status,  # [B, K+1] int64, [B] int32, [B] int32; written
+    logprobs,  # [B, K+1] float32, written, or None
+    scratch, counters,
+    typical_epsilon, typical_delta,
+    num_rows, width, num_blocks, num_tiles,
+    METHOD: tl.constexpr, FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,  # a power of two >= K+1
+    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    batch = tl.program_id(0).to(tl.int64)
+    MASSES: tl.constexpr = METHOD != "coupled" or FILTERED or logprobs is not None
+    LEAVE_OUT: tl.constexpr = draft is None and not FILTERED and (METHOD == "rejection" or METHOD == "block")
+    rows, memory = (target, bias, mask), (scratch, num_rows, num_blocks)
+    program = tl.program_id(0)
+    row, tile = (program // num_tiles).to(tl.int64), program % num_tiles
+    batch, column = row // width, row % width
     inverse_temperature, greedy = load_temperature(temperature, batch)
-    row_seed, first = tl.load(seed + batch), tl.load(position + batch)
-    target += batch * target_stride_batch
-    target_threshold += batch * (num_drafts + 1)
-    target_lse += batch * (num_drafts + 1)
-    target_argmax += batch * (num_drafts + 1)
-    draft_tokens += batch * num_drafts
-    if draft is not None:
-        draft += batch * draft_stride_batch
-        draft_threshold += batch * num_drafts
-        draft_lse += batch * num_drafts
+    first = tl.load(position + batch)
+    noise = (tl.load(seed + batch), first + column, tl.zeros_like(first), SAMPLE)
 
-    count, rejected, flags = _test_drafts(
-        target, target_vocab, target_stride_row, target_stride_token,
-        target_threshold, target_lse, target_argmax,
-        draft, draft_vocab, draft_stride_row, draft_stride_token, draft_threshold, draft_lse,
-        draft_tokens, num_drafts, inverse_temperature, greedy, row_seed, first, BLOCK_WIDTH,
-    )  # fmt: skip
-
-    lse = tl.load(target_lse + count)
-    next_token = tl.load(target_argmax + count)
-    flags |= tl.where(lse != lse, _NAN_TARGET, 0) | tl.where(lse == float("-inf"), _EMPTY_TARGET, 0)
-    if tl.abs(lse) < float("inf"):
-        if not greedy:
-            draft_row, q_threshold, q_lse = draft, 0.0, 0.0
-            if draft is not None:
-                draft_row += count * draft_stride_row
-                q_threshold = tl.load(draft_threshold + count, mask=rejected, other=0.0)
-                q_lse = tl.load(draft_lse + count, mask=rejected, other=0.0)
-            drawn, empty = _draw_next(
-                target + count * target_stride_row, target_vocab, target_stride_token,
-                tl.load(target_threshold + count), lse,
-                draft_row, draft_vocab, draft_stride_token, q_threshold, q_lse,
-                tl.load(draft_tokens + count, mask=rejected, other=-1), rejected, inverse_temperature,
-                row_seed, first + count, tl.where(rejected, first, 0),
-                tl.where(rejected, RESIDUAL, SAMPLE), BLOCK,
-            )  # fmt: skip
-            next_token = drawn.to(tl.int64)
-            flags |= tl.where(empty, _EMPTY_RESIDUAL, 0)
+    # This tile.
+    ids = tile_ids(tile, BLOCKS, BLOCK)
+    x = read(rows, batch, column, ids)
+    if LEAVE_OUT:
+        left_out = tl.load(draft_tokens + row - batch, mask=(column < width - 1) & (not greedy), other=-1)
+        x = tl.where(ids == left_out, float("-inf"), x)
+    peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
+    if FILTERED:
+        leave_sample(x, ids, target[1], row, memory, SAMPLE_SHIFT)
     else:
-        next_token = tl.full([], -1, tl.int64)
+        if METHOD == "coupled":
+            if not greedy:
+                leave_winners(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
+        if METHOD == "typical":
+            block = tile * BLOCKS + tl.arange(0, BLOCKS)
+            heat = block_heat(x, peak, inverse_temperature)
+            tl.store(blocks_at(memory, HEAT, row) + block, heat, mask=block < num_blocks)
 
-    column = tl.arange(0, BLOCK_WIDTH)
-    kept = tl.load(draft_tokens + column, mask=column < count, other=-1)
-    kept = tl.where(column == count, next_token, kept)
-    tl.store(tokens + batch * (num_drafts + 1) + column, kept, mask=column <= num_drafts)
-    tl.store(num_accepted + batch, count.to(tl.int32))
-    tl.store(status + batch, flags)
+    # Its row, if this is the last tile of it, and its sequence, if this is the last row of it.
+    sequence = (
+        draft_tokens, (draft, bias, mask), draft_threshold, draft_lse, tl.load(seed + batch), first,
+        inverse_temperature, greedy,
+    )  # fmt: skip
+    outputs = (tokens, num_accepted, status, logprobs)
+    if FILTERED:
+        if arrive(counters + row, num_tiles):
+            _leave_filtered_row(
+                rows, batch, column, row, memory, inverse_temperature, greedy, (top_k, top_p, min_p), noise,
+                METHOD, SHIFT, SAMPLE_SHIFT, NUM_BLOCKS, BLOCKS, BLOCK,
+            )  # fmt: skip
+            if arrive(counters + num_rows + batch, width):
+                _decide(
+                    rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
+                    METHOD, FILTERED, MASSES, LEAVE_OUT, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
+                )  # fmt: skip
+    else:
+        if arrive(counters + num_rows + batch, width * num_tiles):
+            _decide(
+                rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
+                METHOD, FILTERED, MASSES, LEAVE_OUT, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _decide(
+    rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
+    METHOD: tl.constexpr, FILTERED: tl.constexpr, MASSES: tl.constexpr, LEAVE_OUT: tl.constexpr,
+    WIDTH: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Test a sequence's drafts and emit its tokens; or leave to the second launch what needs the drafts' rows."""
+    draft_tokens, draft, draft_threshold, draft_lse, seed, first, inverse_temperature, greedy = sequence
+    num_drafts = width - 1
+    column = tl.arange(0, WIDTH).to(tl.int64)
+    inside, row = column < width, batch * width + column
+    token = tl.load(draft_tokens + batch * num_drafts + column, mask=column < num_drafts, other=-1)
+
+    # The rows, and p and q of the drafted tokens.
+    x = read_at(rows, batch, column, token)
+    if FILTERED:
+        threshold, lse, own, entropy = _fetch_filtered_rows(row, inside, memory)
+    else:
+        x_left_out = tl.full([WIDTH], float("-inf"), tl.float32)
+        if LEAVE_OUT:
+            x_left_out = tl.where(greedy, x_left_out, x)
+        threshold, lse, own, entropy = _fetch_rows(
+            row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, MASSES, NUM_BLOCKS
+        )
+    p = tl.where((x >= threshold) & (x > float("-inf")), tl.exp(x * inverse_temperature - lse), 0.0)
+    fit, q, flags = _fit_drafts(
+        token, lse, draft, draft_threshold, draft_lse, batch, column, num_drafts, inverse_temperature, greedy
+    )
+
+    # How many drafts stand.
+    if METHOD == "coupled":
+        accepted = token == own
+    elif METHOD == "typical":
+        accepted = p > tl.minimum(typical_delta * tl.exp(-entropy), typical_epsilon)
+    else:
+        accepted = uniforms(seed, first + column, first, ACCEPT) * q < p
+    accepted = fit & tl.where(greedy, token == own, accepted)
+    count = tl.min(tl.where(accepted, num_drafts, column), axis=0)  # leading ones; lane K is never accepted
+    deferred = count < 0
+    if METHOD == "block":
+        length = tl.min(tl.where(fit, num_drafts, column), axis=0)
+        prefix = _prefix(p, q, column, num_drafts)
+        if draft_lse is None:
+            mass = prefix * (1 - p)  # of max(s p - one-hot, 0), which is s - s p(x)
+            count = tl.where(greedy, count, block_length(prefix, mass, length, seed, first, column))
+        else:
+            tl.store(row_at(memory, ROW_PREFIX, row), prefix, mask=inside)
+            deferred = (length > 0) & (not greedy)
+            count = tl.where(deferred, length, count)
+    here = column == count
+    rejected = (pick(fit.to(tl.int32), here) > 0) & (METHOD != "typical")
+    if draft_lse is not None:  # what launch 2 asks of this one
+        if METHOD == "rejection":
+            deferred = rejected & (not greedy)
+        tl.store(row_at(memory, ROW_LSE, row), lse, mask=inside)
+        tl.store(row_at(memory, ROW_THRESHOLD, row), threshold, mask=inside)
+        tl.store(as_int(row_at(memory, ROW_PENDING, batch * width)), tl.where(deferred, count, -1).to(tl.int32))
+
+    # What comes next.
+    row_lse = pick(lse, here)
+    flag = pick(flags, here) | tl.where(row_lse != row_lse, _NAN_TARGET, 0)
+    flag |= tl.where(row_lse == float("-inf"), _EMPTY_TARGET, 0)
+    valid = tl.abs(row_lse) < float("inf")
+    next_token = pick(own, here).to(tl.int64)
+    if METHOD != "coupled":
+        if valid & (not greedy) & (not deferred):
+            row_threshold = pick(threshold, here)
+            left_out = tl.where(rejected, pick(token, here), -1)
+            if FILTERED:
+                leave_kept_masses(
+                    rows, batch, count, batch * width + count, memory, row_threshold, left_out, inverse_temperature,
+                    BLOCKS, BLOCK,
+                )  # fmt: skip
+            noise = (seed, first + count, tl.where(rejected, first, 0), tl.where(rejected, RESIDUAL, SAMPLE))
+            drawn, found = draw_in_two_levels(
+                rows, batch, count, batch * width + count, memory, row_threshold, left_out, inverse_temperature,
+                noise, NUM_BLOCKS, BLOCK,
+            )  # fmt: skip
+            # Where there is no other token than the rejected one, p is all on that.
+            next_token = tl.where(found, drawn.to(tl.int64), left_out)
+            flag |= tl.where(found, 0, _EMPTY_RESIDUAL)
+    store_verdict(
+        rows, batch, token, column, count, tl.where(valid, next_token, -1), flag, lse, inverse_temperature, outputs,
+        width,
+    )  # fmt: skip
 
 
 def verify(
@@ -205,51 +337,67 @@ def verify(
     draft_stats: RowStats | None = None,  # of draft_logits, fields [B, K]
     *,
     temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    top_k: Tensor | None = None,  # [B] int; None: off
+    top_p: Tensor | None = None,  # [B] float; None: off
+    min_p: Tensor | None = None,  # [B] float; None: off
     seed: Tensor,  # [B] int64
     position: Tensor,  # [B] int64, absolute position of the first drafted token
+    method: str = "rejection",
+    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, K+1, V] float
+    token_mask: Tensor | None = None,  # likewise, bool
+    return_logprobs: bool = False,
+    typical_epsilon: float = 0.09,
+    typical_delta: float = 0.3,
 ) -> Verdict:
-    """How many drafts stand, and the next token, for unfiltered rows; see `reference.verify`.
+    """How many drafts stand, and the next token; see `reference.verify`.
 
-    Two launches, or three where draft_logits come without their stats.
+    One launch; two where draft_logits count (`rejection` and `block`), and one more where they come without stats.
     """
-    batch, width, target_vocab = target_logits.shape
-    stats = row_stats(target_logits, temperature)
+    batch, width, _ = target_logits.shape
+    device = target_logits.device
+    rows = row_arguments(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    if method in ("coupled", "typical") or width == 1:
+        draft_logits = draft_stats = None
     if draft_logits is not None and draft_stats is None:
-        draft_stats = row_stats(draft_logits, temperature)
-    draft_vocab = 1
-    draft_strides: tuple[int, ...] = (1, 1, 1)
-    if draft_logits is not None:
-        draft_vocab, draft_strides = draft_logits.shape[-1], draft_logits.stride()
-    tokens = torch.empty((batch, width), dtype=torch.int64, device=target_logits.device)
-    num_accepted = torch.empty(batch, dtype=torch.int32, device=target_logits.device)
-    status = torch.empty_like(num_accepted)
+        bias, mask = (value[:, :-1] if value is not None and value.dim() == 3 else value
+                      for value in (logit_bias, token_mask))  # fmt: skip
+        draft_stats = row_stats(draft_logits, **rows, logit_bias=bias, token_mask=mask)
+    filtered = is_filtered(top_k, top_p, min_p)
+    verdict = Verdict(
+        tokens=torch.empty((batch, width), dtype=torch.int64, device=device),
+        num_accepted=torch.empty(batch, dtype=torch.int32, device=device),
+        status=torch.empty(batch, dtype=torch.int32, device=device),
+        logprobs=torch.empty((batch, width), dtype=torch.float32, device=device) if return_logprobs else None,
+    )
+    if batch == 0:
+        return verdict
+    shape = shape_arguments(target_logits, filtered, logit_bias, batched=True)
+    both = dict(
+        target=view(target_logits),
+        bias=vocabulary_view(logit_bias, target_logits),
+        mask=vocabulary_view(token_mask, target_logits),
+        draft_tokens=draft_tokens.contiguous(),
+        draft=None if draft_logits is None else view(draft_logits),
+        **row_arguments(
+            draft_threshold=None if draft_stats is None else draft_stats.threshold,
+            draft_lse=None if draft_stats is None else draft_stats.lse,
+            temperature=temperature,
+            seed=seed,
+            position=position,
+        ),
+        **verdict._asdict(),
+        WIDTH=triton.next_power_of_2(width),
+        METHOD=method,
+        FILTERED=filtered,
+        **OPTIONS,
+    )
     with torch.cuda.device_of(target_logits):
-        verify_kernel[(batch,)](
-            target=target_logits,
-            target_threshold=stats.threshold,
-            target_lse=stats.lse,
-            target_argmax=stats.argmax,
-            draft_tokens=draft_tokens.contiguous(),
-            draft=draft_logits,
-            draft_threshold=None if draft_stats is None else draft_stats.threshold.contiguous(),
-            draft_lse=None if draft_stats is None else draft_stats.lse.contiguous(),
-            temperature=None if temperature is None else temperature.contiguous(),
-            seed=seed.contiguous(),
-            position=position.contiguous(),
-            tokens=tokens,
-            num_accepted=num_accepted,
-            status=status,
-            num_drafts=width - 1,
-            target_vocab=target_vocab,
-            target_stride_batch=target_logits.stride(0),
-            target_stride_row=target_logits.stride(1),
-            target_stride_token=target_logits.stride(2),
-            draft_vocab=draft_vocab,
-            draft_stride_batch=draft_strides[0],
-            draft_stride_row=draft_strides[1],
-            draft_stride_token=draft_strides[2],
-            BLOCK_WIDTH=triton.next_power_of_2(width),
-            BLOCK=block_size(target_vocab),
-            **OPTIONS,
-        )
-    return Verdict(tokens, num_accepted, status)
+        grid = (shape["num_rows"] * shape["num_tiles"],)
+        filters = {name: rows[name] for name in ("top_k", "top_p", "min_p")}
+        thresholds = dict(typical_epsilon=typical_epsilon, typical_delta=typical_delta)
+        verify_kernel[grid](**both, **shape, **filters, **thresholds)
+        if draft_logits is not None:
+            slots = 1 if method == "rejection" else width - 1
+            del shape["SHIFT"], shape["SAMPLE_SHIFT"]
+            residual_kernel[(batch * slots * shape["num_tiles"],)](**both, **shape, num_slots=slots)
+    return verdict

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -23,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from engine.kernels.ops import METHODS
 from engine.kernels.row_stats import row_stats
 from engine.kernels.sample import sample
 from engine.kernels.verify import verify
@@ -55,19 +57,32 @@ def parse_target(text: str) -> GPUTarget:
 def variants(dtypes: list[str], whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) for every kernel variant; without `whole` those of even rows, with a temperature, at K = 4."""
     where = dict(seed=torch.zeros(BATCH, dtype=torch.int64), position=torch.zeros(BATCH, dtype=torch.int64))
-    temperatures = {"T": torch.ones(BATCH), "no T": None} if whole else {"T": torch.ones(BATCH)}
-    for dtype, rows, width, heat in product(
-        dtypes, VOCABS if whole else ["even"], (1, 5, 33) if whole else [5], temperatures
-    ):
-        target = torch.empty(BATCH, width, VOCABS[rows], dtype=getattr(torch, dtype))
-        drafts, draft = torch.zeros(BATCH, width - 1, dtype=torch.int64), target[:, 1:]
-        heated = dict(temperature=temperatures[heat])
-        label = f"{dtype}, {rows} rows, W={width}, {heat}"
-        yield label, partial(row_stats, target, **heated)
-        yield label, partial(sample, target, **heated, **where)
-        yield f"{label}, origin", partial(sample, target, **heated, **where, origin=where["position"])
-        yield f"{label}, one-hot", partial(verify, target, drafts, **heated, **where)
-        yield f"{label}, full", partial(verify, target, drafts, draft, **heated, **where)
+    heat = dict(temperature=torch.ones(BATCH))
+    filters = dict(top_k=torch.zeros(BATCH, dtype=torch.int64), top_p=torch.ones(BATCH), min_p=torch.ones(BATCH))
+    for dtype, rows, width in product(dtypes, VOCABS if whole else ["even"], (1, 5, 33) if whole else [5]):
+        vocab_size = VOCABS[rows]
+        target = torch.empty(BATCH, width, vocab_size, dtype=getattr(torch, dtype))
+        words = dict(logit_bias=torch.empty(vocab_size), token_mask=torch.ones(vocab_size, dtype=torch.bool))
+        options: dict[str, dict[str, Any]] = {"plain": heat, "filtered": heat | filters}
+        if whole:
+            options |= {"no T": {}, "bias and mask": heat | words, "all": heat | filters | words}
+        for option, more in options.items():
+            label = f"{dtype}, {rows} rows, W={width}, {option}"
+            yield label, partial(row_stats, target, **more)
+            yield label, partial(sample, target, **more, **where)
+            if whole:
+                yield f"{label}, origin", partial(sample, target, **more, **where, origin=where["position"])
+                yield f"{label}, logprobs", partial(sample, target, **more, **where, return_logprobs=True)
+            drafts, draft = torch.zeros(BATCH, width - 1, dtype=torch.int64), target[:, 1:]
+            for method, full in product(METHODS, (False, True)):
+                if full and method not in ("rejection", "block"):
+                    continue
+                proposal = (drafts, draft, row_stats(draft, **more) if width > 1 else None) if full else (drafts,)
+                call = partial(verify, target, *proposal, **more, **where, method=method)
+                kind = f"{label}, {method}, {'full' if full else 'one-hot'}"
+                yield kind, call
+                if whole:
+                    yield f"{kind}, logprobs", partial(call, return_logprobs=True)
 
 
 def serving() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -68,6 +68,27 @@ def temperatures(batch: int) -> Tensor:
     return torch.tensor(TEMPERATURES).repeat(batch // len(TEMPERATURES) + 1)[:batch]
 
 
+def random_filters(generator: torch.Generator, batch: int, vocab_size: int) -> dict[str, Tensor]:
+    """top-k, top-p and min-p, each off in some rows, from harsh to mild in the others."""
+
+    def draw() -> Tensor:
+        return torch.rand(batch, generator=generator)
+
+    top_k = (vocab_size ** draw()).long()
+    return dict(
+        top_k=top_k.masked_fill(draw() < 0.4, 0),
+        top_p=(0.3 + 0.69 * draw()).masked_fill(draw() < 0.4, 1.0),
+        min_p=(0.2 * draw() ** 3).masked_fill(draw() < 0.5, 0.0),
+    )
+
+
+def random_words(generator: torch.Generator, batch: int, vocab_size: int) -> dict[str, Tensor]:
+    """A logit bias for the vocabulary, and a token mask for each sequence that never excludes everything."""
+    mask = torch.rand(batch, vocab_size, generator=generator) < 0.8
+    mask[:, 0] = True
+    return dict(logit_bias=torch.randn(vocab_size, generator=generator), token_mask=mask)
+
+
 def verify_case(
     generator: torch.Generator,
     batch: int,
@@ -75,13 +96,14 @@ def verify_case(
     vocab_size: int,
     draft_vocab: int | None = None,  # None: a one-hot draft
     dtype: torch.dtype = torch.float32,
+    options: dict[str, Tensor] | None = None,  # filters, logit_bias, token_mask
 ) -> Case:
     """Drafts as a drafter makes them: drawn from q, which is near p in some sequences, far from it in others.
 
     One sequence in five proposes fewer than num_drafts, one in eight has q = p where the vocabularies allow it.
     """
     target = random_logits(generator, batch, num_drafts + 1, vocab_size, dtype=dtype)
-    rows = random_rows(batch, generator) | dict(temperature=temperatures(batch))
+    rows = random_rows(batch, generator) | dict(temperature=temperatures(batch)) | (options or {})
     pick = torch.rand(batch, 1, 1, generator=generator)
     size = vocab_size if draft_vocab is None else draft_vocab
     draft = random_logits(generator, batch, num_drafts, size, dtype=dtype)
@@ -121,13 +143,19 @@ def assert_stats_agree(actual: RowStats, expected: RowStats, dtype: torch.dtype)
 
 
 def assert_verdicts_equal(actual: Verdict, expected: Verdict) -> None:
-    for name, have, want in zip(Verdict._fields, actual, expected, strict=True):
+    for name, have, want in zip(Verdict._fields[:3], actual, expected, strict=False):
         torch.testing.assert_close(have.cpu(), want, rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+    assert (actual.logprobs is None) == (expected.logprobs is None)
+    if actual.logprobs is not None and expected.logprobs is not None:
+        torch.testing.assert_close(actual.logprobs.cpu(), expected.logprobs, rtol=1e-5, atol=2e-5)
 
 
-def check_row_stats(logits: Tensor, temperature: Tensor | None = None, device: str = DEVICE) -> RowStats:
-    actual = row_stats(to_device(logits, device), to_device(temperature, device))
-    assert_stats_agree(actual, reference.row_stats(logits, temperature), logits.dtype)
+def check_row_stats(
+    logits: Tensor, temperature: Tensor | None = None, device: str = DEVICE, **options: Tensor
+) -> RowStats:
+    on_device = {name: to_device(value, device) for name, value in options.items()}
+    actual = row_stats(to_device(logits, device), to_device(temperature, device), **on_device)
+    assert_stats_agree(actual, reference.row_stats(logits, temperature, **options), logits.dtype)
     return actual
 
 
@@ -137,6 +165,8 @@ def check_sample(logits: Tensor, temperature: Tensor | None = None, device: str 
     expected = reference.sample(logits, temperature, **rows)
     assert torch.equal(actual.tokens.cpu(), expected.tokens)
     assert_stats_agree(actual.stats, expected.stats, logits.dtype)
+    if expected.logprobs is not None:
+        torch.testing.assert_close(actual.logprobs.cpu(), expected.logprobs, rtol=1e-5, atol=2e-5)
     return actual.tokens
 
 

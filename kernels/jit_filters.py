@@ -1,0 +1,273 @@
+"""top-k, top-p and min-p in the Triton kernels: a search for the smallest logit that stays, without a sort.
+
+Which logits stay is decided by amounts: under top-k by how many are at least t, under top-p by their mass. The
+threshold is the largest t at which the amount at or above t is enough: at least k, or p times the mass that top-k left.
+
+- The first reading of the row leaves a sample, every n-th token. Four standard deviations to either side, the sample
+  says between which two logits the threshold lies.
+- One sweep over the row checks that exactly, and collects the logits between the two. top-k collects all above as well,
+  so that a top-p behind it need not sweep again.
+- The threshold is found by halving among those collected. What is halved are keys, integers in the order of the logits.
+
+Where the sample misled, or there is no room for what lies between (CANDIDATES logits), the bracket is halved and the
+row swept again; a row of at most SAMPLES tokens is its own sample and needs no sweep. So a filtered row is read twice,
+and a third time where its tokens are drawn from. min-p alone is a comparison and a sweep.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .jit_rows import FIELDS, ROW_FIELDS, read, vocab_size_of
+
+SAMPLES = 2048  # at least half as many are in a sample
+CANDIDATES = 8192  # float32 logits of scratch memory per row
+_SAMPLES, _CANDIDATES = tl.constexpr(SAMPLES), tl.constexpr(CANDIDATES)
+_SWEEP = tl.constexpr(4096)  # tokens read at once
+
+
+@triton.jit
+def logit_key(x, SHIFT: tl.constexpr):
+    """float32 to int64 in the same order. SHIFT drops the low bits that a 16-bit logit does not have."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
+    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT).to(tl.int64)
+
+
+@triton.jit
+def key_logit(key, SHIFT: tl.constexpr):
+    """The inverse of logit_key."""
+    key = key.to(tl.int32)
+    bits = tl.where(key < 0, ((key << SHIFT) | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF, key << SHIFT)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sampled_bound(x, inverse_temperature, best, total, wanted, lowest, highest, SCALE: tl.constexpr,
+                   SIDE: tl.constexpr, SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
+    """The largest key at or above which there is enough, as far as a sample can tell: surely (SIDE = 1) or perhaps
+    (SIDE = -1). Counts are estimated from above, where top-k cuts, and masses from below, where no token is heavy."""
+    weight = tl.exp((x - best) * inverse_temperature)
+    low, high = lowest, highest
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        above = x >= key_logit(middle, SHIFT)
+        if BY_COUNT:
+            count = tl.sum(above.to(tl.float32), axis=0)
+            enough = count - SIDE * (4 * tl.sqrt(count) + 4) >= wanted / SCALE
+        else:
+            below = tl.where(above, 0.0, weight)
+            deviation = 4 * tl.sqrt(tl.sum(below * below, axis=0))
+            enough = SCALE * (tl.sum(below, axis=0) + SIDE * deviation) <= total - wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _sweep(rows, batch, column, candidates, low, high, best, inverse_temperature, SHIFT: tl.constexpr):
+    """One reading of a row: count and mass of what is at or above `high`, and of what is in [low, high); the latter goes
+    to `candidates`, as far as there is room. low and high are keys."""
+    lane = tl.arange(0, _SWEEP)
+    least, most = key_logit(low, SHIFT), key_logit(high, SHIFT)
+    over, over_mass = tl.zeros([_SWEEP], tl.int32), tl.zeros([_SWEEP], tl.float32)
+    within_mass = tl.zeros([_SWEEP], tl.float32)
+    found = tl.zeros([], tl.int32)
+    for start in range(0, vocab_size_of(rows), _SWEEP):
+        ids = start + lane
+        x = read(rows, batch, column, ids)
+        weight = tl.exp((x - best) * inverse_temperature)
+        above = x >= most
+        within = ((x >= least) & (x < most) & (ids < vocab_size_of(rows))).to(tl.int32)
+        over += above.to(tl.int32)
+        over_mass += tl.where(above, weight, 0.0)
+        within_mass += tl.where(within != 0, weight, 0.0)
+        slot = found + tl.cumsum(within, axis=0) - 1
+        tl.store(candidates + slot, x, mask=(within != 0) & (slot < _CANDIDATES))
+        found += tl.sum(within, axis=0)
+    tl.debug_barrier()  # the candidates are read by other threads than wrote them
+    return tl.sum(over, axis=0), tl.sum(over_mass, axis=0), found, tl.sum(within_mass, axis=0)
+
+
+@triton.jit
+def _collect(rows, batch, column, candidates, low, high, best, inverse_temperature, wanted, lowest, highest,
+             SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
+    """Sweep until [low, high) is known to hold the threshold and its logits to be in `candidates`."""
+    floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
+    over, found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    over_mass, within_mass = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+    searching = low < high
+    while searching:
+        over, over_mass, found, within_mass = _sweep(
+            rows, batch, column, candidates, low, high, best, inverse_temperature, SHIFT
+        )
+        more, within = over_mass, within_mass
+        if BY_COUNT:
+            more, within = over.to(tl.float32), found.to(tl.float32)
+        too_low = (more >= wanted) & (high < ceiling)
+        too_high = (too_low == 0) & (more + within < wanted) & (low > floor)
+        floor = tl.where(too_low, high, tl.where(too_high, floor, low))
+        ceiling = tl.where(too_low, ceiling, tl.where(too_high, low, high))
+        searching = too_low | too_high | ((found > _CANDIDATES) & (high - low > 1))
+        low = tl.where(searching & (ceiling - floor > 1), floor + (ceiling - floor) // 2, floor)
+        high = ceiling
+    return low, high, over, over_mass, found, within_mass
+
+
+@triton.jit
+def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted,
+           SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
+    """The largest key in [low, high) at or above which there is enough, and the mass there."""
+    lane = tl.arange(0, _SAMPLES)
+    mass = over_mass + within_mass
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        least = key_logit(middle, SHIFT)
+        counts, masses = tl.zeros([_SAMPLES], tl.int32), tl.zeros([_SAMPLES], tl.float32)
+        for start in range(0, found, _SAMPLES):
+            x = tl.load(values + start + lane, mask=start + lane < found, other=float("-inf"))
+            counts += (x >= least).to(tl.int32)
+            masses += tl.where(x >= least, tl.exp((x - best) * inverse_temperature), 0.0)
+        here = over_mass + tl.sum(masses, axis=0)
+        enough = here >= wanted
+        if BY_COUNT:
+            enough = (over + tl.sum(counts, axis=0)).to(tl.float32) >= wanted
+        low = tl.where(enough, middle, low)
+        mass = tl.where(enough, here, mass)
+        high = tl.where(enough, high, middle)
+    return low, mass
+
+
+@triton.jit
+def _mass_from(rows, batch, column, threshold, best, inverse_temperature):
+    """sum of exp((x - best) / T) over x >= threshold, in one sweep."""
+    total = tl.zeros([_SWEEP], tl.float32)
+    for start in range(0, vocab_size_of(rows), _SWEEP):
+        x = read(rows, batch, column, start + tl.arange(0, _SWEEP))
+        total += tl.where(x >= threshold, tl.exp((x - best) * inverse_temperature), 0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def find_threshold(
+    rows, batch, column,
+    sample, candidates,  # scratch memory of the row
+    best, total, inverse_temperature,  # of the whole row; best is finite
+    filters,  # (top_k, top_p, min_p), [B] each or None
+    SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """The smallest logit that the filters keep, and sum of exp((x - best) / T) over what they keep."""
+    top_k, top_p, min_p = filters
+    vocab_size = vocab_size_of(rows)
+    k, p, m = tl.zeros([], tl.int32), tl.full([], 1.0, tl.float32), tl.zeros([], tl.float32)
+    if top_k is not None:
+        k = tl.load(top_k + batch)
+        k = tl.where(k < vocab_size, k, 0).to(tl.int32)
+    if top_p is not None:
+        p = tl.load(top_p + batch).to(tl.float32)
+    if min_p is not None:
+        m = tl.load(min_p + batch).to(tl.float32)
+
+    threshold, mass = tl.full([], float("-inf"), tl.float32), total
+    lowest, highest = logit_key(threshold, SHIFT), logit_key(best, SHIFT) + 1
+    if (k > 0) | (p < 1):
+        whole: tl.constexpr = SAMPLE_SHIFT == 0
+        scale: tl.constexpr = 1 << SAMPLE_SHIFT
+        samples = tl.cdiv(vocab_size, scale)
+        lane = tl.arange(0, _SAMPLES)
+        x = tl.load(sample + lane, mask=lane < samples, other=float("-inf"), cache_modifier=".cg")
+        # What is known of the logits in `values`: all those in [low, high), besides `over` that are above.
+        low, high = lowest, highest
+        over, over_mass = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
+        found, within_mass = samples.to(tl.int32), total
+        values = candidates
+        if whole:
+            values = sample
+        if k > 0:
+            wanted = k.to(tl.float32)
+            if not whole:
+                low = _sampled_bound(
+                    x, inverse_temperature, best, total, wanted, lowest, highest, scale, 1, SHIFT, True
+                )
+                if k > _CANDIDATES // 4:
+                    high = 1 + _sampled_bound(
+                        x, inverse_temperature, best, total, wanted, lowest, highest, scale, -1, SHIFT, True
+                    )
+                    high = tl.minimum(tl.maximum(high, low + 1), highest)
+                low, high, over, over_mass, found, within_mass = _collect(
+                    rows, batch, column, candidates, low, high, best, inverse_temperature, wanted,
+                    lowest, highest, SHIFT, True,
+                )  # fmt: skip
+            low, mass = _halve(
+                values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, True
+            )
+        if p < 1:
+            wanted = p * mass
+            floor = low
+            if k > 0:
+                high = highest
+                within_mass = mass
+            # Go on among what top-k has collected, if that is all that it left.
+            collected = (k > 0) & (over == 0) & (found <= _CANDIDATES)
+            if not (collected | whole):
+                low = _sampled_bound(
+                    x, inverse_temperature, best, total, wanted, floor, highest, scale, 1, SHIFT, False
+                )
+                high = 1 + _sampled_bound(
+                    x, inverse_temperature, best, total, wanted, floor, highest, scale, -1, SHIFT, False
+                )
+                high = tl.minimum(tl.maximum(high, low + 1), highest)
+                low, high, over, over_mass, found, within_mass = _collect(
+                    rows, batch, column, candidates, low, high, best, inverse_temperature, wanted,
+                    floor, highest, SHIFT, False,
+                )  # fmt: skip
+            low, mass = _halve(
+                values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, False
+            )
+        threshold = key_logit(low, SHIFT)
+    if m > 0:
+        least = best + tl.div_rn(tl.log(m), inverse_temperature)
+        if least > threshold:
+            threshold = least
+            mass = _mass_from(rows, batch, column, threshold, best, inverse_temperature)
+    return threshold, mass
+
+
+@triton.jit
+def _sample_and_candidates(memory, row):
+    """Pointers to the sample and the candidates of a row."""
+    scratch, num_rows, num_blocks = memory
+    samples = scratch + (FIELDS * num_blocks + ROW_FIELDS) * num_rows
+    return samples + row * _SAMPLES, samples + num_rows * _SAMPLES + row * _CANDIDATES
+
+
+@triton.jit
+def leave_sample(x, ids, vocab_size, row, memory, SAMPLE_SHIFT: tl.constexpr):
+    """Leave every 2**SAMPLE_SHIFT-th token of a tile in the row's sample."""
+    sample, _ = _sample_and_candidates(memory, row)
+    chosen = ((ids & ((1 << SAMPLE_SHIFT) - 1)) == 0) & (ids < vocab_size)
+    tl.store(sample + (ids >> SAMPLE_SHIFT), x, mask=chosen)
+
+
+@triton.jit
+def filter_row(
+    rows, batch, column, row, memory, best, total, inverse_temperature, greedy, filters,
+    SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Threshold and mass of any row; greedy rows and rows without a distribution are not filtered."""
+    threshold, mass = tl.full([], float("-inf"), tl.float32), total
+    if (tl.abs(best) < float("inf")) & (not greedy):
+        sample, candidates = _sample_and_candidates(memory, row)
+        threshold, mass = find_threshold(
+            rows, batch, column, sample, candidates, best, total, inverse_temperature, filters, SHIFT, SAMPLE_SHIFT
+        )
+    return threshold, mass
+
+
+def sample_shift(vocab_size: int) -> int:
+    """How coarse a sample has at most SAMPLES tokens: every 2**shift-th."""
+    return max(0, (vocab_size - 1).bit_length() - SAMPLES.bit_length() + 1)
+
+
+def key_shift(dtype: torch.dtype, biased: bool) -> int:
+    """The low bits that a logit of this dtype does not have as a float32."""
+    return 0 if biased else {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)

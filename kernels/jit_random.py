@@ -1,0 +1,60 @@
+"""Random numbers of the Triton kernels; philox.py is their torch twin and says what is counted by what."""
+
+import triton
+import triton.language as tl
+
+from . import philox as twin
+
+SAMPLE = tl.constexpr(twin.SAMPLE)
+ACCEPT = tl.constexpr(twin.ACCEPT)
+RESIDUAL = tl.constexpr(twin.RESIDUAL)
+BLOCK_LEVEL = tl.constexpr(twin.BLOCK_LEVEL // 4)  # as an index
+_UNIFORM_MAX = tl.constexpr(twin.UNIFORM_MAX)
+
+
+@triton.jit
+def uniform_from_bits(bits):
+    """uint32 to float32 in (0, 1); see the twin."""
+    return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, _UNIFORM_MAX)  # 2**-32
+
+
+@triton.jit
+def uniforms(seed, position, origin, STREAM: tl.constexpr):
+    """One uniform per position [...] int64: output 0 of index 0."""
+    index = tl.zeros_like(position).to(tl.uint32)
+    bits, _, _, _ = tl.philox(seed, index, position.to(tl.uint32), origin.to(tl.uint32), STREAM)
+    return uniform_from_bits(bits)
+
+
+@triton.jit
+def log1m(u):
+    """log(1 - u) for u in [0, 1): there is no log1p without libdevice, which the interpreter lacks.
+
+    Below 1/2 it is -2 atanh(s) with s = u / (2 - u) <= 1/3, by the series s + s^3 / 3 + ... + s^15 / 15, of which
+    what is left out is 2e-9. Above, 1 - u is exact.
+    """
+    s = u / (2 - u)
+    t = s * s
+    series = 1 / 13 + t * (1 / 15)
+    series = 1 / 7 + t * (1 / 9 + t * (1 / 11 + t * series))
+    series = 1 + t * (1 / 3 + t * (1 / 5 + t * series))
+    return tl.where(u < 0.5, -2 * s * series, tl.log(1 - u))
+
+
+@triton.jit
+def philox_words(index, noise):
+    """All four words of each index, in order: uint32 [..., 4 n] for index [..., n].
+
+    noise = (seed, position, origin, stream), integer scalars; all but the seed are taken modulo 2**32.
+    """
+    seed, position, origin, stream = noise
+    zero = tl.zeros_like(index).to(tl.uint32)
+    at, since = position.to(tl.uint32) + zero, origin.to(tl.uint32) + zero
+    a, b, c, d = tl.philox(seed, index.to(tl.uint32), at, since, (zero + stream).to(tl.uint32))
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+
+
+@triton.jit
+def gumbel(index, noise):
+    """Standard Gumbel noise float32 [..., 4 n]: one number for each of the four tokens of an index [..., n]."""
+    return -tl.log(-log1m(uniform_from_bits(philox_words(index, noise))))

@@ -1,0 +1,201 @@
+"""How the Triton kernels read a row of logits, and what the tiles of a row leave behind for the last of them.
+
+A row is cut into tiles of BLOCKS x BLOCK tokens, one program each, whose number depends on nothing but the vocabulary.
+A program reads its tile once, into registers, and writes per block of BLOCK = 1024 tokens
+
+    peak     the largest logit                          mass     sum of exp((x - peak) / T)
+    argmax   its lowest id                              heat     sum of (x - peak) / T exp((x - peak) / T)
+    value    the largest (x - peak) / T + noise         winner   its id
+
+as far as they are wanted. The program that arrives last then knows the row: lse = best / T + log(sum over blocks of
+mass exp((peak - best) / T)) with best = the largest peak. Nothing depends on which program that is.
+
+What the kernels hand to each other:
+
+    rows    (logits, bias, mask), the last two or None. Each is a view of a tensor [B, W, V]:
+            (pointer, vocabulary size, stride of batch, of row, of token).
+    memory  (scratch, number of rows, number of blocks of a row): where the tiles leave their numbers.
+    noise   (seed, position, origin, stream): what a random number is for, besides its index (jit_random.py).
+
+The interpreter's max and argmax skip NaN and a GPU's need not, so NaN becomes +inf when it is read: +inf as the largest
+logit marks a row that has no distribution.
+"""
+
+import triton
+import triton.language as tl
+
+from .records import DRAW_BLOCK
+
+BLOCK = DRAW_BLOCK
+MAX_BLOCKS = 8  # 8192 tokens to a program of 256 threads: 32 to a thread, in bf16 four loads of 16 bytes
+OPTIONS = dict(num_warps=8, enable_fp_fusion=False)  # unfused, the arithmetic is the twin's on every release
+
+# Fields of the scratch memory: of each block of each row, then of each row.
+PEAK, MASS, ARGMAX, VALUE, WINNER, HEAT = (tl.constexpr(i) for i in range(6))
+FIELDS = tl.constexpr(6)
+ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING = (tl.constexpr(i) for i in range(6))
+ROW_FIELDS = tl.constexpr(6)
+NO_ID = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def read(rows, batch, column, ids):
+    """Logits float32 of tokens `ids` >= 0 in row `column` (int64, scalar or of the shape of ids) of sequence `batch`
+    (int64 scalar): bias added, -inf outside the mask and beyond the vocabulary, +inf for NaN."""
+    view, bias, mask = rows
+    logits, vocab_size, stride_batch, stride_row, stride_token = view
+    at = logits + batch * stride_batch + column * stride_row + ids.to(tl.int64) * stride_token
+    x = tl.load(at, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    if bias is not None:
+        values, size, stride_batch, stride_row, stride_token = bias
+        at = values + batch * stride_batch + column * stride_row + ids.to(tl.int64) * stride_token
+        x += tl.load(at, mask=(ids < vocab_size) & (ids < size), other=0.0).to(tl.float32)
+    if mask is not None:
+        allowed, size, stride_batch, stride_row, stride_token = mask
+        at = allowed + batch * stride_batch + column * stride_row + ids.to(tl.int64) * stride_token
+        x = tl.where(tl.load(at, mask=(ids < vocab_size) & (ids < size), other=1) != 0, x, float("-inf"))
+    return tl.where(x == x, x, float("inf"))
+
+
+@triton.jit
+def vocab_size_of(rows):
+    return rows[0][1]
+
+
+@triton.jit
+def read_at(rows, batch, column, ids):
+    """As `read`, with -inf for ids below 0."""
+    return read(rows, batch, column, tl.where(ids < 0, vocab_size_of(rows), ids))
+
+
+@triton.jit
+def tile_ids(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Token ids [BLOCKS, BLOCK] of a tile."""
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    return block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def tile_indices(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Random-number indices [BLOCKS, BLOCK // 4] of a tile: four tokens to an index."""
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    return block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+
+
+@triton.jit
+def load_temperature(temperature, batch):
+    """1/T and whether the row is greedy; 1/T = 1 for greedy rows, and everywhere if there is no tensor."""
+    t = 1.0
+    if temperature is not None:
+        t = tl.load(temperature + batch).to(tl.float32)
+    greedy = t == 0.0
+    return tl.div_rn(1.0, tl.where(greedy, 1.0, t)), greedy
+
+
+@triton.jit
+def finite(x):
+    """0 in place of -inf, so that a difference from it is -inf and not NaN."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def block_mass(x, peak, inverse_temperature):
+    """sum of exp((x - peak) / T) along each block: x [BLOCKS, BLOCK], peak [BLOCKS]."""
+    return tl.sum(tl.exp((x - finite(peak)[:, None]) * inverse_temperature), axis=1)
+
+
+@triton.jit
+def block_heat(x, peak, inverse_temperature):
+    """sum of d exp(d) along each block, d = (x - peak) / T; 0 where d = -inf."""
+    d = (x - finite(peak)[:, None]) * inverse_temperature
+    return tl.sum(tl.where(d > float("-inf"), d * tl.exp(d), 0.0), axis=1)
+
+
+@triton.jit
+def block_argmax(x, peak, ids):
+    """The lowest id of each block's peak."""
+    return tl.min(tl.where(x == peak[:, None], ids, NO_ID), axis=1)
+
+
+@triton.jit
+def blocks_at(memory, FIELD: tl.constexpr, row):
+    """Pointer to a float32 field of the blocks of a row."""
+    scratch, num_rows, num_blocks = memory
+    return scratch + (FIELD * num_rows + row) * num_blocks
+
+
+@triton.jit
+def row_at(memory, FIELD: tl.constexpr, row):
+    """Pointer to a float32 field of a row."""
+    scratch, num_rows, num_blocks = memory
+    return scratch + FIELDS * num_rows * num_blocks + FIELD * num_rows + row
+
+
+@triton.jit
+def fetch(pointer, mask, other):
+    """Load what other programs have left: past the cache of this processor."""
+    return tl.load(pointer, mask=mask, other=other, cache_modifier=".cg")
+
+
+@triton.jit
+def as_int(pointer):
+    """The same memory as int32."""
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def arrive(counter, expected):
+    """Whether this program is the last of `expected` to come here; what the others wrote before is then visible, and
+    the counter is 0 again."""
+    tl.debug_barrier()  # all threads of this program have written
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == expected - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def row_total(peak, mass, best, inverse_temperature, axis: tl.constexpr):
+    """sum over blocks of mass exp((peak - best) / T)."""
+    return tl.sum(tl.where(mass > 0, mass * tl.exp((peak - best) * inverse_temperature), 0.0), axis=axis)
+
+
+@triton.jit
+def log_sum_exp(best, total, inverse_temperature):
+    """best / T + log(total): -inf for a row that is -inf throughout, NaN for one with NaN or +inf."""
+    lse = tl.where(total > 0, best * inverse_temperature + tl.log(total), float("-inf"))
+    return tl.where(best == float("inf"), float("nan"), lse)
+
+
+@triton.jit
+def leave_stats(x, ids, tile, row, memory, inverse_temperature, want_argmax, MASSES: tl.constexpr,
+                BLOCKS: tl.constexpr):  # fmt: skip
+    """Leave the peaks of the tile's blocks, their masses and argmaxes if wanted; returns the peaks [BLOCKS]."""
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < memory[2]
+    peak = tl.max(x, axis=1)
+    tl.store(blocks_at(memory, PEAK, row) + block, peak, mask=inside)
+    if MASSES:
+        tl.store(blocks_at(memory, MASS, row) + block, block_mass(x, peak, inverse_temperature), mask=inside)
+    if want_argmax:
+        tl.store(as_int(blocks_at(memory, ARGMAX, row)) + block, block_argmax(x, peak, ids), mask=inside)
+    return peak
+
+
+@triton.jit
+def fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS: tl.constexpr):
+    """Of a whole row, from its blocks: best, total = sum of exp((x - best) / T), argmax."""
+    block = tl.arange(0, NUM_BLOCKS)
+    inside = block < memory[2]
+    peak = fetch(blocks_at(memory, PEAK, row) + block, inside, float("-inf"))
+    mass = fetch(blocks_at(memory, MASS, row) + block, inside, 0.0)
+    argmax = fetch(as_int(blocks_at(memory, ARGMAX, row)) + block, inside, NO_ID)
+    best = tl.max(peak, axis=0)
+    argmax = tl.min(tl.where(peak == best, argmax, NO_ID), axis=0)
+    return best, row_total(peak, mass, best, inverse_temperature, 0), argmax
+
+
+@triton.jit
+def pick(values, here):
+    """The one element of `values` where `here` is true."""
+    return tl.sum(tl.where(here, values, tl.zeros_like(values)), axis=0)

@@ -1,0 +1,200 @@
+"""The second launch of verification with full draft distributions: residuals max(s p - q, 0), and what they decide.
+
+    rejection  s = 1; one row per sequence, that of the first rejection: the next token is drawn from its residual.
+    block      s_i = min(s_{i-1} p(x_i) / q(x_i), 1) for each of the n drafts that are fit; with
+               r_i = sum over v of max(s_i p(v) - q(v), 0) in row i, the prefix of i drafts passes if
+               u_i < h_i = r_i / (r_i + 1 - s_i) for i < n, u_n < s_n for i = n;
+               the longest that passes stands, and the next token is drawn from its residual, or for i = n from p.
+
+(Sun et al., arXiv 2403.10444, algorithm 2.) One program per tile of a row reads the target's and the draft's logits and
+leaves the mass of each block; the last of a sequence decides, and draws in two levels, reading one block again.
+Sequences of which the first launch has left nothing to do end at once.
+"""
+
+import triton
+import triton.language as tl
+
+from .jit_draw import choose_block, choose_token, draw_in_two_levels, leave_kept_masses
+from .jit_random import ACCEPT, RESIDUAL, SAMPLE, log1m, uniforms
+from .jit_rows import (
+    ROW_LSE,
+    ROW_PENDING,
+    ROW_PREFIX,
+    ROW_THRESHOLD,
+    VALUE,
+    arrive,
+    as_int,
+    blocks_at,
+    fetch,
+    load_temperature,
+    pick,
+    read,
+    read_at,
+    row_at,
+    tile_ids,
+)
+from .records import Status
+
+_EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
+_RESIDUAL_MASS = VALUE  # the field of a block that the first launch does not use here
+
+
+@triton.jit
+def residual_weights(x, y, shifts, inverse_temperature):
+    """log(s p) and q / (s p) of tokens with logits x and y; log max(s p - q, 0) = log(s p) + log(1 - ratio).
+
+    shifts = (lse of p - log s, lse of q, threshold of p, threshold of q). The ratio is NaN where both are 0.
+    """
+    p_shift, q_shift, threshold, draft_threshold = shifts
+    log_p = tl.where(x >= threshold, x * inverse_temperature - p_shift, float("-inf"))
+    log_q = tl.where(y >= draft_threshold, y * inverse_temperature - q_shift, float("-inf"))
+    return log_p, tl.exp(log_q - log_p)
+
+
+@triton.jit
+def block_length(prefix, mass, length, seed, position, column):
+    """The longest prefix that passes its own test; prefix s and mass r [WIDTH] in lane i, `length` = n."""
+    u = uniforms(seed, position + column - 1, position, ACCEPT)
+    passed = tl.where(column < length, u * (mass + 1 - prefix) < mass, u < prefix)
+    return tl.max(tl.where(passed & (column > 0) & (column <= length), column, 0), axis=0)
+
+
+@triton.jit
+def store_verdict(rows, batch, token, column, count, next_token, flags, lse, inverse_temperature, outputs, width):
+    """Write the accepted ones of the drafts `token` [WIDTH], then the next token, then -1."""
+    tokens, num_accepted, status, logprobs = outputs
+    kept = tl.where(column < count, token, -1)
+    kept = tl.where(column == count, next_token, kept)
+    at, inside = batch * width + column, column < width
+    tl.store(tokens + at, kept, mask=inside)
+    tl.store(num_accepted + batch, count.to(tl.int32))
+    tl.store(status + batch, flags)
+    if logprobs is not None:
+        x = read_at(rows, batch, column, kept)
+        tl.store(logprobs + at, tl.where(kept >= 0, x * inverse_temperature - lse, 0.0), mask=inside)
+
+
+@triton.jit
+def _draw_from_residual(rows, draft, batch, column, mass, shifts, inverse_temperature, noise, NUM_BLOCKS: tl.constexpr,
+                        BLOCK: tl.constexpr):  # fmt: skip
+    """A token of the row's residual, whose blocks have these masses [NUM_BLOCKS], and whether there is any."""
+    log_mass = tl.where(mass > 0, tl.log(mass), float("-inf"))
+    start = choose_block(log_mass, noise, NUM_BLOCKS) * BLOCK
+    ids = start + tl.arange(0, BLOCK)
+    x, y = read(rows, batch, column, ids), read(draft, batch, column, ids)
+    log_p, ratio = residual_weights(x, y, shifts, inverse_temperature)
+    weight = tl.where(ratio < 1, log_p + log1m(tl.where(ratio < 1, ratio, 0.0)), float("-inf"))
+    return choose_token(weight, ids, start, noise, BLOCK), tl.max(log_mass, axis=0) > float("-inf")
+
+
+# On what is specialised, see row_stats_kernel.
+@triton.jit(
+    do_not_specialize=["num_rows", "width", "num_slots"],
+    do_not_specialize_on_alignment=[
+        "draft_tokens", "draft_threshold", "draft_lse", "temperature", "seed", "position",
+        "tokens", "num_accepted", "status", "logprobs",
+    ],
+)  # fmt: skip
+def residual_kernel(
+    target, bias, mask,  # views [B, K+1, V_target]; bias and mask or None
+    draft_tokens,  # [B, K] int64, -1 = none
+    draft,  # view [B, K, V_draft]
+    draft_threshold, draft_lse,  # [B, K] float32
+    temperature,  # [B] or None
+    seed, position,  # [B] int64
+    tokens, num_accepted, status,  # [B, K+1] int64, [B] int32, [B] int32; written where the first launch deferred
+    logprobs,  # [B, K+1] float32, or None; likewise
+    scratch, counters,
+    num_rows, width, num_blocks, num_tiles,
+    num_slots,  # rows per sequence: 1 for rejection, K for block
+    METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows, drafts, memory = (target, bias, mask), (draft, bias, mask), (scratch, num_rows, num_blocks)
+    program = tl.program_id(0)
+    tile, slot = program % num_tiles, program // num_tiles
+    batch, column = (slot // num_slots).to(tl.int64), (slot % num_slots).to(tl.int64)
+    pending = tl.load(as_int(row_at(memory, ROW_PENDING, batch * width)))
+    if METHOD == "rejection":
+        column = pending.to(tl.int64)  # the row of the first rejection, or -1
+        active, expected = column >= 0, num_tiles
+    else:
+        active, expected = column < pending, pending * num_tiles  # each row that has a draft which is fit
+    if active:
+        row = batch * width + column
+        inverse_temperature, _ = load_temperature(temperature, batch)
+        shifts = _shifts(row, row - batch, memory, draft_threshold, draft_lse, METHOD)
+        ids = tile_ids(tile, BLOCKS, BLOCK)
+        x, y = read(rows, batch, column, ids), read(drafts, batch, column, ids)
+        log_p, ratio = residual_weights(x, y, shifts, inverse_temperature)
+        mass = tl.sum(tl.where(ratio < 1, tl.exp(log_p) * (1 - ratio), 0.0), axis=1)
+        block = tile * BLOCKS + tl.arange(0, BLOCKS)
+        tl.store(blocks_at(memory, _RESIDUAL_MASS, row) + block, mass, mask=block < num_blocks)
+        if arrive(counters + num_rows + batch, expected):
+            sequence = (draft_tokens, draft_threshold, draft_lse, tl.load(seed + batch), tl.load(position + batch))
+            _decide(
+                rows, drafts, batch, width, pending, inverse_temperature, memory, sequence,
+                (tokens, num_accepted, status, logprobs), METHOD, FILTERED, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _shifts(row, draft_row, memory, draft_threshold, draft_lse, METHOD: tl.constexpr):
+    """What `residual_weights` needs to know of a row."""
+    p_shift = tl.load(row_at(memory, ROW_LSE, row))
+    if METHOD == "block":
+        p_shift -= tl.log(tl.load(row_at(memory, ROW_PREFIX, row)))
+    threshold = tl.load(row_at(memory, ROW_THRESHOLD, row))
+    return p_shift, tl.load(draft_lse + draft_row), threshold, tl.load(draft_threshold + draft_row)
+
+
+@triton.jit
+def _decide(
+    rows, drafts, batch, width, pending, inverse_temperature, memory, sequence, outputs,
+    METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many drafts stand, under block, and the next token of a sequence whose residual masses are known."""
+    draft_tokens, draft_threshold, draft_lse, seed, first = sequence
+    column = tl.arange(0, WIDTH).to(tl.int64)
+    inside, row = column < width, batch * width + column
+    block = tl.arange(0, NUM_BLOCKS)
+    token = tl.load(draft_tokens + batch * (width - 1) + column, mask=column < width - 1, other=-1)
+    lse = tl.load(row_at(memory, ROW_LSE, row), mask=inside, other=float("-inf"))
+    # What launch 1 has found at the row behind the last draft that is fit.
+    flags = tl.load(outputs[2] + batch)
+    count = pending.to(tl.int64)
+    rejected = count >= 0
+    if METHOD == "block":
+        prefix = tl.load(row_at(memory, ROW_PREFIX, row), mask=inside, other=1.0)
+        known = (column < pending)[:, None] & (block < memory[2])[None, :]
+        mass = tl.sum(fetch(blocks_at(memory, _RESIDUAL_MASS, row[:, None]) + block[None, :], known, 0.0), axis=1)
+        count = block_length(prefix, mass, pending, seed, first, column)
+        rejected = count < pending
+        flags = tl.where(rejected, 0, flags)
+    row_lse, decider = pick(lse, column == count), batch * width + count
+
+    next_token, found = tl.zeros([], tl.int32), rejected & (count < 0)
+    if rejected:
+        block_mass = fetch(blocks_at(memory, _RESIDUAL_MASS, decider) + block, block < memory[2], 0.0)
+        shifts = _shifts(decider, decider - batch, memory, draft_threshold, draft_lse, METHOD)
+        next_token, found = _draw_from_residual(
+            rows, drafts, batch, count, block_mass, shifts, inverse_temperature, (seed, first + count, first, RESIDUAL),
+            NUM_BLOCKS, BLOCK,
+        )  # fmt: skip
+        flags |= tl.where(found, 0, _EMPTY_RESIDUAL)
+    valid = tl.abs(row_lse) < float("inf")
+    if valid & (not found):  # all drafts stand, or rounding has left no residual: p itself
+        threshold = tl.load(row_at(memory, ROW_THRESHOLD, decider))
+        if FILTERED:
+            leave_kept_masses(
+                rows, batch, count, decider, memory, threshold, -1, inverse_temperature, BLOCKS, BLOCK
+            )  # fmt: skip
+        noise = (seed, first + count, tl.where(rejected, first, 0), tl.where(rejected, RESIDUAL, SAMPLE))
+        next_token, _ = draw_in_two_levels(
+            rows, batch, count, decider, memory, threshold, -1, inverse_temperature, noise, NUM_BLOCKS, BLOCK
+        )
+    next_token = tl.where(valid, next_token.to(tl.int64), -1)
+    store_verdict(
+        rows, batch, token, column, count, next_token, flags, lse, inverse_temperature, outputs, width
+    )  # fmt: skip

@@ -1,0 +1,51 @@
+"""Memory that the kernels use between their programs: counters of arrivals, and scratch.
+
+Both are allocated once per device and stream, for the largest call so far, and are the stream's own: calls on one stream
+follow each other, calls on two streams do not share memory. The kernels leave every counter at 0, so nothing is cleared
+between calls.
+
+While a CUDA graph is captured, memory must be the graph's own: the scratch comes from its pool, and the counters from a
+pool of zeros that was allocated before and is never handed out twice (`reserve`; `warmup` calls it). Where that is used
+up, the graph clears its counters itself, with one more node.
+"""
+
+import torch
+from torch import Tensor
+
+RESERVED_COUNTERS = 1 << 18  # 1 MiB per device
+
+_stream_memory: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+_reserved: dict[torch.device, Tensor] = {}
+
+
+def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple[Tensor, Tensor]:
+    """(counters int32, all 0; scratch float32) with at least so many elements each."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _captured_counters(device, num_counters), torch.empty(num_floats, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    counters, scratch = _stream_memory.get((device, stream), (None, None))
+    if counters is None or counters.numel() < num_counters:
+        counters = torch.zeros(_rounded(num_counters), dtype=torch.int32, device=device)
+    if scratch is None or scratch.numel() < num_floats:
+        scratch = torch.empty(_rounded(num_floats), dtype=torch.float32, device=device)
+    _stream_memory[device, stream] = counters, scratch
+    return counters, scratch
+
+
+def reserve(device: torch.device) -> None:
+    """Allocate the counters that captured graphs take theirs from."""
+    if device.type == "cuda" and device not in _reserved:
+        _reserved[device] = torch.zeros(RESERVED_COUNTERS, dtype=torch.int32, device=device)
+
+
+def _captured_counters(device: torch.device, count: int) -> Tensor:
+    pool = _reserved.get(device)
+    if pool is None or pool.numel() < count:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    _reserved[device] = pool[count:]
+    return pool[:count]
+
+
+def _rounded(count: int) -> int:
+    """The next power of two: batches that grow one by one allocate a few times."""
+    return 1 << (count - 1).bit_length()
