@@ -9,51 +9,46 @@ import triton.language as tl
 
 from .jit_random import BLOCK_LEVEL, gumbel
 from .jit_rows import (
-    MASS,
+    BLOCK_MASS,
+    BLOCK_PEAK,
     NO_ID,
     PEAK,
     VALUE,
     WINNER,
     as_int,
-    block_mass,
     blocks_at,
     fetch,
     finite,
+    leave_masses,
+    lowest_id,
     read,
     tile_ids,
     tile_indices,
+    tiles_at,
     vocab_size_of,
 )
 
 
 @triton.jit
-def lowest_id(value, top, ids, axis: tl.constexpr):
-    """The lowest of the ids whose value is `top`."""
-    return tl.min(tl.where(value == top, ids, NO_ID), axis=axis)
+def leave_winner(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """Leave the largest (x - peak) / T + noise of a tile and its id, with noise for every token."""
+    value = (x - finite(peak)) * inverse_temperature + gumbel(tile_indices(tile, BLOCKS, BLOCK), noise)
+    best = tl.max(tl.max(value, axis=1), axis=0)
+    tl.store(tiles_at(memory, VALUE, row) + tile, best)
+    tl.store(as_int(tiles_at(memory, WINNER, row)) + tile, lowest_id(value, best, ids))
 
 
 @triton.jit
-def leave_winners(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
-    """Leave per block of a tile the largest (x - peak) / T + noise and its id, with noise for every token."""
-    value = (x - finite(peak)[:, None]) * inverse_temperature + gumbel(tile_indices(tile, BLOCKS, BLOCK), noise)
-    best = tl.max(value, axis=1)
-    block = tile * BLOCKS + tl.arange(0, BLOCKS)
-    tl.store(blocks_at(memory, VALUE, row) + block, best, mask=block < memory[2])
-    winner = lowest_id(value, best[:, None], ids, 1)
-    tl.store(as_int(blocks_at(memory, WINNER, row)) + block, winner, mask=block < memory[2])
-
-
-@triton.jit
-def fetch_winner(row, memory, best, inverse_temperature, NUM_BLOCKS: tl.constexpr):
-    """The winner of a whole row, from those of its blocks."""
-    block = tl.arange(0, NUM_BLOCKS)
-    inside = block < memory[2]
-    peak = fetch(blocks_at(memory, PEAK, row) + block, inside, float("-inf"))
-    value = fetch(blocks_at(memory, VALUE, row) + block, inside, float("-inf"))
-    winner = fetch(as_int(blocks_at(memory, WINNER, row)) + block, inside, NO_ID)
+def fetch_winner(row, memory, best, inverse_temperature, NUM_TILES: tl.constexpr):
+    """The winner of a whole row, from those of its tiles."""
+    tile = tl.arange(0, NUM_TILES)
+    inside = tile < memory[2]
+    peak = fetch(tiles_at(memory, PEAK, row) + tile, inside, float("-inf"))
+    value = fetch(tiles_at(memory, VALUE, row) + tile, inside, float("-inf"))
+    winner = fetch(as_int(tiles_at(memory, WINNER, row)) + tile, inside, NO_ID)
     value += tl.where(value > float("-inf"), (peak - best) * inverse_temperature, 0.0)
-    return lowest_id(value, tl.max(value, axis=0), winner, 0)
+    return tl.min(tl.where(value == tl.max(value, axis=0), winner, NO_ID), axis=0)
 
 
 @triton.jit
@@ -67,8 +62,7 @@ def draw_kept(rows, batch, column, threshold, best, inverse_temperature, noise, 
         value = (x - best) * inverse_temperature + gumbel(tile_indices(tile, BLOCKS, BLOCK), noise)
         value = tl.where(x >= threshold, value, float("-inf"))
         highest = tl.max(tl.max(value, axis=1), axis=0)
-        first = tl.min(lowest_id(value, highest, ids, 1), axis=0)
-        token = tl.where(highest > top, first, token)
+        token = tl.where(highest > top, lowest_id(value, highest, ids), token)
         top = tl.maximum(top, highest)
     return token
 
@@ -81,11 +75,7 @@ def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inv
         ids = tile_ids(tile, BLOCKS, BLOCK)
         x = read(rows, batch, column, ids)
         x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
-        peak = tl.max(x, axis=1)
-        block = tile * BLOCKS + tl.arange(0, BLOCKS)
-        inside = block < memory[2]
-        tl.store(blocks_at(memory, PEAK, row) + block, peak, mask=inside)
-        tl.store(blocks_at(memory, MASS, row) + block, block_mass(x, peak, inverse_temperature), mask=inside)
+        leave_masses(x, tile, row, memory, inverse_temperature, BLOCKS)
     tl.debug_barrier()  # they are read by other threads than wrote them
 
 
@@ -93,14 +83,14 @@ def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inv
 def choose_block(log_mass, noise, NUM_BLOCKS: tl.constexpr):
     """The first level of a draw: a block by its log mass [NUM_BLOCKS], -inf where there is none."""
     value = log_mass + gumbel(tl.arange(0, NUM_BLOCKS // 4).to(tl.int64) + BLOCK_LEVEL, noise)
-    return lowest_id(value, tl.max(value, axis=0), tl.arange(0, NUM_BLOCKS), 0)
+    return tl.min(tl.where(value == tl.max(value, axis=0), tl.arange(0, NUM_BLOCKS), NO_ID), axis=0)
 
 
 @triton.jit
 def choose_token(log_weight, ids, first, noise, BLOCK: tl.constexpr):
     """The second level: a token of the block from `first` on by its log weight [BLOCK]."""
     value = log_weight + gumbel(first // 4 + tl.arange(0, BLOCK // 4), noise)
-    return lowest_id(value, tl.max(value, axis=0), ids, 0)
+    return tl.min(tl.where(value == tl.max(value, axis=0), ids, NO_ID), axis=0)
 
 
 @triton.jit
@@ -108,9 +98,9 @@ def draw_in_two_levels(rows, batch, column, row, memory, threshold, left_out, in
                        NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A token of a row whose blocks have left their masses, and whether there is any. Reads one block."""
     block = tl.arange(0, NUM_BLOCKS)
-    inside = block < memory[2]
-    peak = fetch(blocks_at(memory, PEAK, row) + block, inside, float("-inf"))
-    mass = fetch(blocks_at(memory, MASS, row) + block, inside, 0.0)
+    inside = block < memory[3]
+    peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
+    mass = fetch(blocks_at(memory, BLOCK_MASS, row) + block, inside, 0.0)
     best = finite(tl.max(peak, axis=0))
     log_mass = tl.where(mass > 0, (peak - best) * inverse_temperature + tl.log(mass), float("-inf"))
     first = choose_block(log_mass, noise, NUM_BLOCKS) * BLOCK

@@ -18,27 +18,32 @@ import torch
 import triton
 import triton.language as tl
 
-from .jit_rows import FIELDS, ROW_FIELDS, read, vocab_size_of
+from .jit_rows import read, rest_at, vocab_size_of
 
 SAMPLES = 2048  # at least half as many are in a sample
 CANDIDATES = 8192  # float32 logits of scratch memory per row
 _SAMPLES, _CANDIDATES = tl.constexpr(SAMPLES), tl.constexpr(CANDIDATES)
-_SWEEP = tl.constexpr(4096)  # tokens read at once
+_SWEEP = tl.constexpr(2048)  # tokens read at once
 
 
 @triton.jit
 def logit_key(x, SHIFT: tl.constexpr):
-    """float32 to int64 in the same order. SHIFT drops the low bits that a 16-bit logit does not have."""
+    """float32 to int32 in the same order. SHIFT drops the low bits that a 16-bit logit does not have."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
-    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT).to(tl.int64)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit
 def key_logit(key, SHIFT: tl.constexpr):
     """The inverse of logit_key."""
-    key = key.to(tl.int32)
     bits = tl.where(key < 0, ((key << SHIFT) | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF, key << SHIFT)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _middle(low, high):
+    """Their mean, rounded down; low + high may be too large for an int32."""
+    return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit
@@ -48,8 +53,8 @@ def _sampled_bound(x, inverse_temperature, best, total, wanted, lowest, highest,
     (SIDE = -1). Counts are estimated from above, where top-k cuts, and masses from below, where no token is heavy."""
     weight = tl.exp((x - best) * inverse_temperature)
     low, high = lowest, highest
-    while high - low > 1:
-        middle = low + (high - low) // 2
+    while high > low + 1:
+        middle = _middle(low, high)
         above = x >= key_logit(middle, SHIFT)
         if BY_COUNT:
             count = tl.sum(above.to(tl.float32), axis=0)
@@ -107,8 +112,8 @@ def _collect(rows, batch, column, candidates, low, high, best, inverse_temperatu
         too_high = (too_low == 0) & (more + within < wanted) & (low > floor)
         floor = tl.where(too_low, high, tl.where(too_high, floor, low))
         ceiling = tl.where(too_low, ceiling, tl.where(too_high, low, high))
-        searching = too_low | too_high | ((found > _CANDIDATES) & (high - low > 1))
-        low = tl.where(searching & (ceiling - floor > 1), floor + (ceiling - floor) // 2, floor)
+        searching = too_low | too_high | ((found > _CANDIDATES) & (high > low + 1))
+        low = tl.where(searching & (ceiling > floor + 1), _middle(floor, ceiling), floor)
         high = ceiling
     return low, high, over, over_mass, found, within_mass
 
@@ -119,8 +124,8 @@ def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse
     """The largest key in [low, high) at or above which there is enough, and the mass there."""
     lane = tl.arange(0, _SAMPLES)
     mass = over_mass + within_mass
-    while high - low > 1:
-        middle = low + (high - low) // 2
+    while high > low + 1:
+        middle = _middle(low, high)
         least = key_logit(middle, SHIFT)
         counts, masses = tl.zeros([_SAMPLES], tl.int32), tl.zeros([_SAMPLES], tl.float32)
         for start in range(0, found, _SAMPLES):
@@ -235,9 +240,8 @@ def find_threshold(
 @triton.jit
 def _sample_and_candidates(memory, row):
     """Pointers to the sample and the candidates of a row."""
-    scratch, num_rows, num_blocks = memory
-    samples = scratch + (FIELDS * num_blocks + ROW_FIELDS) * num_rows
-    return samples + row * _SAMPLES, samples + num_rows * _SAMPLES + row * _CANDIDATES
+    samples = rest_at(memory)
+    return samples + row * _SAMPLES, samples + memory[1] * _SAMPLES + row * _CANDIDATES
 
 
 @triton.jit

@@ -1,20 +1,21 @@
 """How the Triton kernels read a row of logits, and what the tiles of a row leave behind for the last of them.
 
 A row is cut into tiles of BLOCKS x BLOCK tokens, one program each, whose number depends on nothing but the vocabulary.
-A program reads its tile once, into registers, and writes per block of BLOCK = 1024 tokens
+A program reads its tile once, into registers, and leaves of it, as far as they are wanted,
 
     peak     the largest logit                          mass     sum of exp((x - peak) / T)
     argmax   its lowest id                              heat     sum of (x - peak) / T exp((x - peak) / T)
     value    the largest (x - peak) / T + noise         winner   its id
 
-as far as they are wanted. The program that arrives last then knows the row: lse = best / T + log(sum over blocks of
-mass exp((peak - best) / T)) with best = the largest peak. Nothing depends on which program that is.
+and peak and mass of each block of BLOCK = 1024 tokens too, from which a draw in two levels chooses. The program that
+arrives last then knows the row: lse = best / T + log(sum over tiles of mass exp((peak - best) / T)) with best = the
+largest peak. Nothing depends on which program that is.
 
 What the kernels hand to each other:
 
     rows    (logits, bias, mask), the last two or None. Each is a view of a tensor [B, W, V]:
             (pointer, vocabulary size, stride of batch, of row, of token).
-    memory  (scratch, number of rows, number of blocks of a row): where the tiles leave their numbers.
+    memory  (scratch, number of rows, tiles of a row, blocks of a row): where the tiles leave their numbers.
     noise   (seed, position, origin, stream): what a random number is for, besides its index (jit_random.py).
 
 The interpreter's max and argmax skip NaN and a GPU's need not, so NaN becomes +inf when it is read: +inf as the largest
@@ -27,12 +28,17 @@ import triton.language as tl
 from .records import DRAW_BLOCK
 
 BLOCK = DRAW_BLOCK
-MAX_BLOCKS = 8  # 8192 tokens to a program of 256 threads: 32 to a thread, in bf16 four loads of 16 bytes
-OPTIONS = dict(num_warps=8, enable_fp_fusion=False)  # unfused, the arithmetic is the twin's on every release
+# A program has 16 tokens to a thread: two loads of 16 bytes in bf16, and few enough registers for 1024 threads on a
+# processor (128 KiB of logits on their way to it). Where there are filters, one program searches a whole row and wants
+# more threads for it, but could not have more than 512.
+PLAIN = dict(blocks=4, threads=256)
+FILTERED = dict(blocks=8, threads=512)
 
-# Fields of the scratch memory: of each block of each row, then of each row.
-PEAK, MASS, ARGMAX, VALUE, WINNER, HEAT = (tl.constexpr(i) for i in range(6))
-FIELDS = tl.constexpr(6)
+# Fields of the scratch memory: of each tile of each row, of each block of each row, of each row.
+PEAK, MASS, ARGMAX, VALUE, WINNER, HEAT, RESIDUAL_MASS = (tl.constexpr(i) for i in range(7))
+TILE_FIELDS = tl.constexpr(7)
+BLOCK_PEAK, BLOCK_MASS, BLOCK_RESIDUAL_MASS = (tl.constexpr(i) for i in range(3))
+BLOCK_FIELDS = tl.constexpr(3)
 ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING = (tl.constexpr(i) for i in range(6))
 ROW_FIELDS = tl.constexpr(6)
 NO_ID = tl.constexpr(0x7FFFFFFF)
@@ -105,30 +111,55 @@ def block_mass(x, peak, inverse_temperature):
 
 
 @triton.jit
-def block_heat(x, peak, inverse_temperature):
-    """sum of d exp(d) along each block, d = (x - peak) / T; 0 where d = -inf."""
-    d = (x - finite(peak)[:, None]) * inverse_temperature
-    return tl.sum(tl.where(d > float("-inf"), d * tl.exp(d), 0.0), axis=1)
+def tile_heat(x, peak, inverse_temperature):
+    """sum of d exp(d) over a tile, d = (x - peak) / T; 0 where d = -inf."""
+    d = (x - finite(peak)) * inverse_temperature
+    return tl.sum(tl.sum(tl.where(d > float("-inf"), d * tl.exp(d), 0.0), axis=1), axis=0)
 
 
 @triton.jit
-def block_argmax(x, peak, ids):
-    """The lowest id of each block's peak."""
-    return tl.min(tl.where(x == peak[:, None], ids, NO_ID), axis=1)
+def lowest_id(value, top, ids):
+    """The lowest of a tile's ids [BLOCKS, BLOCK] whose value is `top`."""
+    return tl.min(tl.min(tl.where(value == top, ids, NO_ID), axis=1), axis=0)
+
+
+@triton.jit
+def total_mass(peak, mass, best, inverse_temperature, axis: tl.constexpr):
+    """sum of mass exp((peak - best) / T) over tiles or blocks."""
+    return tl.sum(tl.where(mass > 0, mass * tl.exp((peak - best) * inverse_temperature), 0.0), axis=axis)
+
+
+@triton.jit
+def tiles_at(memory, FIELD: tl.constexpr, row):
+    """Pointer to a float32 field of the tiles of a row."""
+    scratch, num_rows, num_tiles, _ = memory
+    return scratch + (FIELD * num_rows + row) * num_tiles
 
 
 @triton.jit
 def blocks_at(memory, FIELD: tl.constexpr, row):
     """Pointer to a float32 field of the blocks of a row."""
-    scratch, num_rows, num_blocks = memory
-    return scratch + (FIELD * num_rows + row) * num_blocks
+    scratch, num_rows, num_tiles, num_blocks = memory
+    return scratch + TILE_FIELDS * num_rows * num_tiles + (FIELD * num_rows + row) * num_blocks
 
 
 @triton.jit
 def row_at(memory, FIELD: tl.constexpr, row):
     """Pointer to a float32 field of a row."""
-    scratch, num_rows, num_blocks = memory
-    return scratch + FIELDS * num_rows * num_blocks + FIELD * num_rows + row
+    scratch, num_rows, num_tiles, num_blocks = memory
+    return scratch + (TILE_FIELDS * num_tiles + BLOCK_FIELDS * num_blocks) * num_rows + FIELD * num_rows + row
+
+
+@triton.jit
+def rest_at(memory):
+    """Pointer behind all fields."""
+    scratch, num_rows, num_tiles, num_blocks = memory
+    return scratch + (TILE_FIELDS * num_tiles + BLOCK_FIELDS * num_blocks + ROW_FIELDS) * num_rows
+
+
+def floats_per_row(num_tiles: int, num_blocks: int) -> int:
+    """Scratch memory that the fields take."""
+    return TILE_FIELDS.value * num_tiles + BLOCK_FIELDS.value * num_blocks + ROW_FIELDS.value
 
 
 @triton.jit
@@ -155,12 +186,6 @@ def arrive(counter, expected):
 
 
 @triton.jit
-def row_total(peak, mass, best, inverse_temperature, axis: tl.constexpr):
-    """sum over blocks of mass exp((peak - best) / T)."""
-    return tl.sum(tl.where(mass > 0, mass * tl.exp((peak - best) * inverse_temperature), 0.0), axis=axis)
-
-
-@triton.jit
 def log_sum_exp(best, total, inverse_temperature):
     """best / T + log(total): -inf for a row that is -inf throughout, NaN for one with NaN or +inf."""
     lse = tl.where(total > 0, best * inverse_temperature + tl.log(total), float("-inf"))
@@ -168,31 +193,43 @@ def log_sum_exp(best, total, inverse_temperature):
 
 
 @triton.jit
+def leave_masses(x, tile, row, memory, inverse_temperature, BLOCKS: tl.constexpr):
+    """Leave peak and mass of each block of a tile; returns those of the tile."""
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    peaks = tl.max(x, axis=1)
+    masses = block_mass(x, peaks, inverse_temperature)
+    tl.store(blocks_at(memory, BLOCK_PEAK, row) + block, peaks, mask=block < memory[3])
+    tl.store(blocks_at(memory, BLOCK_MASS, row) + block, masses, mask=block < memory[3])
+    peak = tl.max(peaks, axis=0)
+    return peak, total_mass(peaks, masses, peak, inverse_temperature, 0)
+
+
+@triton.jit
 def leave_stats(x, ids, tile, row, memory, inverse_temperature, want_argmax, MASSES: tl.constexpr,
                 BLOCKS: tl.constexpr):  # fmt: skip
-    """Leave the peaks of the tile's blocks, their masses and argmaxes if wanted; returns the peaks [BLOCKS]."""
-    block = tile * BLOCKS + tl.arange(0, BLOCKS)
-    inside = block < memory[2]
-    peak = tl.max(x, axis=1)
-    tl.store(blocks_at(memory, PEAK, row) + block, peak, mask=inside)
+    """Leave the peak of a tile, its mass and argmax if wanted; returns the peak."""
     if MASSES:
-        tl.store(blocks_at(memory, MASS, row) + block, block_mass(x, peak, inverse_temperature), mask=inside)
+        peak, mass = leave_masses(x, tile, row, memory, inverse_temperature, BLOCKS)
+        tl.store(tiles_at(memory, MASS, row) + tile, mass)
+    else:
+        peak = tl.max(tl.max(x, axis=1), axis=0)
+    tl.store(tiles_at(memory, PEAK, row) + tile, peak)
     if want_argmax:
-        tl.store(as_int(blocks_at(memory, ARGMAX, row)) + block, block_argmax(x, peak, ids), mask=inside)
+        tl.store(as_int(tiles_at(memory, ARGMAX, row)) + tile, lowest_id(x, peak, ids))
     return peak
 
 
 @triton.jit
-def fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS: tl.constexpr):
-    """Of a whole row, from its blocks: best, total = sum of exp((x - best) / T), argmax."""
-    block = tl.arange(0, NUM_BLOCKS)
-    inside = block < memory[2]
-    peak = fetch(blocks_at(memory, PEAK, row) + block, inside, float("-inf"))
-    mass = fetch(blocks_at(memory, MASS, row) + block, inside, 0.0)
-    argmax = fetch(as_int(blocks_at(memory, ARGMAX, row)) + block, inside, NO_ID)
+def fetch_stats(row, memory, inverse_temperature, NUM_TILES: tl.constexpr):
+    """Of a whole row, from its tiles: best, total = sum of exp((x - best) / T), argmax."""
+    tile = tl.arange(0, NUM_TILES)
+    inside = tile < memory[2]
+    peak = fetch(tiles_at(memory, PEAK, row) + tile, inside, float("-inf"))
+    mass = fetch(tiles_at(memory, MASS, row) + tile, inside, 0.0)
+    argmax = fetch(as_int(tiles_at(memory, ARGMAX, row)) + tile, inside, NO_ID)
     best = tl.max(peak, axis=0)
     argmax = tl.min(tl.where(peak == best, argmax, NO_ID), axis=0)
-    return best, row_total(peak, mass, best, inverse_temperature, 0), argmax
+    return best, total_mass(peak, mass, best, inverse_temperature, 0), argmax
 
 
 @triton.jit

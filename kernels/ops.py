@@ -166,8 +166,12 @@ def _check_logits(name: str, logits: Tensor, dims: tuple[int, ...]) -> None:
 
 def _check_rows(batch: int, **values: Tensor | None) -> None:
     for name, value in values.items():
-        if value is not None and value.shape != (batch,):
+        if value is None:
+            continue
+        if value.shape != (batch,):
             raise ValueError(f"{name} must have shape [B] = [{batch}], got {list(value.shape)}")
+        if name in ("seed", "position", "origin") and value.dtype != torch.int64:
+            raise ValueError(f"{name} must be int64, got {value.dtype}")
 
 
 def _check_vocabulary(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> None:

@@ -17,11 +17,12 @@ import triton.language as tl
 from .jit_draw import choose_block, choose_token, draw_in_two_levels, leave_kept_masses
 from .jit_random import ACCEPT, RESIDUAL, SAMPLE, log1m, uniforms
 from .jit_rows import (
+    BLOCK_RESIDUAL_MASS,
+    RESIDUAL_MASS,
     ROW_LSE,
     ROW_PENDING,
     ROW_PREFIX,
     ROW_THRESHOLD,
-    VALUE,
     arrive,
     as_int,
     blocks_at,
@@ -32,11 +33,11 @@ from .jit_rows import (
     read_at,
     row_at,
     tile_ids,
+    tiles_at,
 )
 from .records import Status
 
 _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
-_RESIDUAL_MASS = VALUE  # the field of a block that the first launch does not use here
 
 
 @triton.jit
@@ -105,12 +106,12 @@ def residual_kernel(
     tokens, num_accepted, status,  # [B, K+1] int64, [B] int32, [B] int32; written where the first launch deferred
     logprobs,  # [B, K+1] float32, or None; likewise
     scratch, counters,
-    num_rows, width, num_blocks, num_tiles,
+    num_rows, width, num_tiles, num_blocks,
     num_slots,  # rows per sequence: 1 for rejection, K for block
     METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, drafts, memory = (target, bias, mask), (draft, bias, mask), (scratch, num_rows, num_blocks)
+    rows, drafts, memory = (target, bias, mask), (draft, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
     program = tl.program_id(0)
     tile, slot = program % num_tiles, program // num_tiles
     batch, column = (slot // num_slots).to(tl.int64), (slot % num_slots).to(tl.int64)
@@ -129,12 +130,13 @@ def residual_kernel(
         log_p, ratio = residual_weights(x, y, shifts, inverse_temperature)
         mass = tl.sum(tl.where(ratio < 1, tl.exp(log_p) * (1 - ratio), 0.0), axis=1)
         block = tile * BLOCKS + tl.arange(0, BLOCKS)
-        tl.store(blocks_at(memory, _RESIDUAL_MASS, row) + block, mass, mask=block < num_blocks)
+        tl.store(blocks_at(memory, BLOCK_RESIDUAL_MASS, row) + block, mass, mask=block < num_blocks)
+        tl.store(tiles_at(memory, RESIDUAL_MASS, row) + tile, tl.sum(mass, axis=0))
         if arrive(counters + num_rows + batch, expected):
             sequence = (draft_tokens, draft_threshold, draft_lse, tl.load(seed + batch), tl.load(position + batch))
             _decide(
                 rows, drafts, batch, width, pending, inverse_temperature, memory, sequence,
-                (tokens, num_accepted, status, logprobs), METHOD, FILTERED, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
+                (tokens, num_accepted, status, logprobs), METHOD, FILTERED, WIDTH, NUM_TILES, NUM_BLOCKS, BLOCKS, BLOCK,
             )  # fmt: skip
 
 
@@ -152,13 +154,12 @@ def _shifts(row, draft_row, memory, draft_threshold, draft_lse, METHOD: tl.const
 def _decide(
     rows, drafts, batch, width, pending, inverse_temperature, memory, sequence, outputs,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How many drafts stand, under block, and the next token of a sequence whose residual masses are known."""
     draft_tokens, draft_threshold, draft_lse, seed, first = sequence
     column = tl.arange(0, WIDTH).to(tl.int64)
     inside, row = column < width, batch * width + column
-    block = tl.arange(0, NUM_BLOCKS)
     token = tl.load(draft_tokens + batch * (width - 1) + column, mask=column < width - 1, other=-1)
     lse = tl.load(row_at(memory, ROW_LSE, row), mask=inside, other=float("-inf"))
     # What launch 1 has found at the row behind the last draft that is fit.
@@ -167,8 +168,9 @@ def _decide(
     rejected = count >= 0
     if METHOD == "block":
         prefix = tl.load(row_at(memory, ROW_PREFIX, row), mask=inside, other=1.0)
-        known = (column < pending)[:, None] & (block < memory[2])[None, :]
-        mass = tl.sum(fetch(blocks_at(memory, _RESIDUAL_MASS, row[:, None]) + block[None, :], known, 0.0), axis=1)
+        tile = tl.arange(0, NUM_TILES)[None, :]
+        known = (column < pending)[:, None] & (tile < memory[2])
+        mass = tl.sum(fetch(tiles_at(memory, RESIDUAL_MASS, row[:, None]) + tile, known, 0.0), axis=1)
         count = block_length(prefix, mass, pending, seed, first, column)
         rejected = count < pending
         flags = tl.where(rejected, 0, flags)
@@ -176,7 +178,8 @@ def _decide(
 
     next_token, found = tl.zeros([], tl.int32), rejected & (count < 0)
     if rejected:
-        block_mass = fetch(blocks_at(memory, _RESIDUAL_MASS, decider) + block, block < memory[2], 0.0)
+        block = tl.arange(0, NUM_BLOCKS)
+        block_mass = fetch(blocks_at(memory, BLOCK_RESIDUAL_MASS, decider) + block, block < memory[3], 0.0)
         shifts = _shifts(decider, decider - batch, memory, draft_threshold, draft_lse, METHOD)
         next_token, found = _draw_from_residual(
             rows, drafts, batch, count, block_mass, shifts, inverse_temperature, (seed, first + count, first, RESIDUAL),

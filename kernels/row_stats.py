@@ -16,12 +16,11 @@ from torch import Tensor
 from .jit_filters import CANDIDATES, SAMPLES, filter_row, key_shift, leave_sample, sample_shift
 from .jit_rows import (
     BLOCK,
-    FIELDS,
-    MAX_BLOCKS,
-    OPTIONS,
-    ROW_FIELDS,
+    FILTERED,
+    PLAIN,
     arrive,
     fetch_stats,
+    floats_per_row,
     leave_stats,
     load_temperature,
     log_sum_exp,
@@ -45,11 +44,11 @@ def row_stats_kernel(
     temperature, top_k, top_p, min_p,  # [B] or None
     threshold, lse, argmax,  # [B, W] float32, float32, int64; written
     scratch, counters,
-    num_rows, width, num_blocks, num_tiles,
+    num_rows, width, num_tiles, num_blocks,
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks)
+    rows, memory = (logits, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
     program = tl.program_id(0)
     row, tile = (program // num_tiles).to(tl.int64), program % num_tiles
     batch, column = row // width, row % width
@@ -62,7 +61,7 @@ def row_stats_kernel(
         leave_sample(x, ids, logits[1], row, memory, SAMPLE_SHIFT)
 
     if arrive(counters + row, num_tiles):
-        best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
+        best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
         least = tl.full([], float("-inf"), tl.float32)
         if FILTERED:
             least, total = filter_row(
@@ -98,8 +97,6 @@ def row_stats(
                 **row_arguments(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
                 **stats._asdict(),
                 **shape,
-                FILTERED=filtered,
-                **OPTIONS,
             )
     return stats
 
@@ -131,11 +128,13 @@ def is_filtered(top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 
 
 def shape_arguments(rows: Tensor, filtered: bool, logit_bias: Tensor | None, batched: bool) -> dict[str, Any]:
-    """Sizes, scratch memory and counters for a pass over logits [B, W, V]; `batched`: a counter per sequence too."""
+    """Sizes, memory and options for a pass over logits [B, W, V]; `batched`: with a counter per sequence too."""
     batch, width, vocab_size = rows.shape
     num_rows, num_blocks = batch * width, triton.cdiv(vocab_size, BLOCK)
-    blocks = min(MAX_BLOCKS, triton.next_power_of_2(num_blocks))
-    per_row = FIELDS.value * num_blocks + ROW_FIELDS.value + (SAMPLES + CANDIDATES if filtered else 0)
+    size = FILTERED if filtered else PLAIN
+    blocks = min(size["blocks"], triton.next_power_of_2(num_blocks))
+    num_tiles = triton.cdiv(num_blocks, blocks)
+    per_row = floats_per_row(num_tiles, num_blocks) + (SAMPLES + CANDIDATES if filtered else 0)
     counters, scratch = workspace(rows.device, num_rows + (batch if batched else 0), num_rows * per_row)
     return dict(
         scratch=scratch,
@@ -143,12 +142,15 @@ def shape_arguments(rows: Tensor, filtered: bool, logit_bias: Tensor | None, bat
         num_rows=num_rows,
         width=width,
         num_blocks=num_blocks,
-        num_tiles=triton.cdiv(num_blocks, blocks),
+        num_tiles=num_tiles,
         SHIFT=key_shift(rows.dtype, logit_bias is not None),
         SAMPLE_SHIFT=sample_shift(vocab_size),
-        NUM_BLOCKS=max(4, triton.next_power_of_2(num_blocks)),
+        NUM_TILES=triton.next_power_of_2(num_tiles),
         BLOCKS=blocks,
         BLOCK=BLOCK,
+        FILTERED=filtered,
+        num_warps=size["threads"] // (64 if torch.version.hip else 32),
+        enable_fp_fusion=False,  # the arithmetic is then the twin's on every release of Triton
     )
 
 

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_draw import draw_kept, fetch_winner, leave_winners
+from .jit_draw import draw_kept, fetch_winner, leave_winner
 from .jit_filters import filter_row, leave_sample
 from .jit_rows import (
-    OPTIONS,
     arrive,
     fetch_stats,
     leave_stats,
@@ -47,11 +46,11 @@ def sample_kernel(
     threshold, lse, argmax,  # [B, W] float32, float32, int64; written
     scratch, counters,
     noise_stream,
-    num_rows, width, num_blocks, num_tiles,
+    num_rows, width, num_tiles, num_blocks,
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks)
+    rows, memory = (logits, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
     program = tl.program_id(0)
     row, tile = (program // num_tiles).to(tl.int64), program % num_tiles
     batch, column = row // width, row % width
@@ -69,10 +68,10 @@ def sample_kernel(
         leave_sample(x, ids, logits[1], row, memory, SAMPLE_SHIFT)
     else:
         if not greedy:
-            leave_winners(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
+            leave_winner(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
 
     if arrive(counters + row, num_tiles):
-        best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
+        best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
         least = tl.full([], float("-inf"), tl.float32)
         token = row_argmax
         if FILTERED:
@@ -84,7 +83,7 @@ def sample_kernel(
                 token = draw_kept(rows, batch, column, least, best, inverse_temperature, noise, BLOCKS, BLOCK)
         else:
             if not greedy:
-                token = fetch_winner(row, memory, best, inverse_temperature, NUM_BLOCKS)
+                token = fetch_winner(row, memory, best, inverse_temperature, NUM_TILES)
         row_lse = log_sum_exp(best, total, inverse_temperature)
         valid = tl.abs(row_lse) < float("inf")
         token = tl.where(valid, token.to(tl.int64), -1)
@@ -132,7 +131,5 @@ def sample(
                 **stats._asdict(),
                 noise_stream=stream,
                 **shape,
-                FILTERED=filtered,
-                **OPTIONS,
             )
     return Draws(tokens, stats, logprobs)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_draw import draw_in_two_levels, draw_kept, leave_kept_masses, leave_winners, lowest_id
+from .jit_draw import draw_in_two_levels, draw_kept, leave_kept_masses, leave_winner
 from .jit_filters import filter_row, leave_sample
 from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
 from .jit_rows import (
@@ -29,7 +29,6 @@ from .jit_rows import (
     HEAT,
     MASS,
     NO_ID,
-    OPTIONS,
     PEAK,
     ROW_ENTROPY,
     ROW_LSE,
@@ -41,8 +40,6 @@ from .jit_rows import (
     WINNER,
     arrive,
     as_int,
-    block_heat,
-    blocks_at,
     fetch,
     fetch_stats,
     finite,
@@ -53,8 +50,10 @@ from .jit_rows import (
     read,
     read_at,
     row_at,
-    row_total,
+    tile_heat,
     tile_ids,
+    tiles_at,
+    total_mass,
     vocab_size_of,
 )
 from .records import RowStats, Status, Verdict
@@ -72,10 +71,10 @@ _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 def _leave_filtered_row(
     target, batch, column, row, memory, inverse_temperature, greedy, filters, noise,
     METHOD: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Leave what the sequence will ask of a filtered row: threshold, lse, own token, entropy."""
-    best, total, own = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
+    best, total, own = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
     threshold, total = filter_row(
         target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT
     )
@@ -83,12 +82,11 @@ def _leave_filtered_row(
         if not greedy:
             own = draw_kept(target, batch, column, threshold, best, inverse_temperature, noise, BLOCKS, BLOCK)
     if METHOD == "typical":
-        heat = tl.zeros([BLOCKS], tl.float32)
+        heat = tl.zeros([], tl.float32)
         for tile in range(tl.cdiv(vocab_size_of(target), BLOCKS * BLOCK)):
             x = read(target, batch, column, tile_ids(tile, BLOCKS, BLOCK))
-            x = tl.where(x >= threshold, x, float("-inf"))
-            heat += block_heat(x, tl.zeros([BLOCKS], tl.float32) + best, inverse_temperature)
-        tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - tl.sum(heat, axis=0) / total)
+            heat += tile_heat(tl.where(x >= threshold, x, float("-inf")), best, inverse_temperature)
+        tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - heat / total)
     tl.store(row_at(memory, ROW_THRESHOLD, row), threshold)
     tl.store(row_at(memory, ROW_LSE, row), log_sum_exp(best, total, inverse_temperature))
     tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)
@@ -105,19 +103,19 @@ def _fetch_filtered_rows(row, inside, memory):
 
 @triton.jit
 def _fetch_rows(row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD: tl.constexpr, MASSES: tl.constexpr,
-                NUM_BLOCKS: tl.constexpr):  # fmt: skip
-    """The same of unfiltered rows, from their blocks. x_left_out [WIDTH]: the logit of the token that is not in them."""
-    row, block = row[:, None], tl.arange(0, NUM_BLOCKS)[None, :]
-    known = inside[:, None] & (block < memory[2])
-    peak = fetch(blocks_at(memory, PEAK, row) + block, known, float("-inf"))
+                NUM_TILES: tl.constexpr):  # fmt: skip
+    """The same of unfiltered rows, from their tiles. x_left_out [WIDTH]: the logit of the token that is not in them."""
+    row, tile = row[:, None], tl.arange(0, NUM_TILES)[None, :]
+    known = inside[:, None] & (tile < memory[2])
+    peak = fetch(tiles_at(memory, PEAK, row) + tile, known, float("-inf"))
     best = tl.maximum(tl.max(peak, axis=1), x_left_out)
     entropy = tl.zeros_like(best)
     if MASSES:
-        mass = fetch(blocks_at(memory, MASS, row) + block, known, 0.0)
-        total = row_total(peak, mass, best[:, None], inverse_temperature, 1)
+        mass = fetch(tiles_at(memory, MASS, row) + tile, known, 0.0)
+        total = total_mass(peak, mass, best[:, None], inverse_temperature, 1)
         total += tl.exp((x_left_out - finite(best)) * inverse_temperature)
         if METHOD == "typical":
-            heat = fetch(blocks_at(memory, HEAT, row) + block, known, 0.0)
+            heat = fetch(tiles_at(memory, HEAT, row) + tile, known, 0.0)
             cooler = tl.where(mass > 0, (peak - best[:, None]) * inverse_temperature, 0.0)
             heat = tl.sum(tl.exp(cooler) * (heat + mass * cooler), axis=1)
             entropy = tl.log(total) - heat / total
@@ -125,14 +123,14 @@ def _fetch_rows(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
         total = tl.where(best == float("-inf"), 0.0, 1.0)  # only whether there is a distribution
     own = tl.zeros_like(best).to(tl.int32)
     if greedy:
-        argmax = fetch(as_int(blocks_at(memory, ARGMAX, row)) + block, known, NO_ID)
-        own = lowest_id(peak, best[:, None], argmax, 1)
+        argmax = fetch(as_int(tiles_at(memory, ARGMAX, row)) + tile, known, NO_ID)
+        own = tl.min(tl.where(peak == best[:, None], argmax, NO_ID), axis=1)
     else:
         if METHOD == "coupled":
-            value = fetch(blocks_at(memory, VALUE, row) + block, known, float("-inf"))
-            winner = fetch(as_int(blocks_at(memory, WINNER, row)) + block, known, NO_ID)
+            value = fetch(tiles_at(memory, VALUE, row) + tile, known, float("-inf"))
+            winner = fetch(as_int(tiles_at(memory, WINNER, row)) + tile, known, NO_ID)
             value += tl.where(value > float("-inf"), (peak - best[:, None]) * inverse_temperature, 0.0)
-            own = lowest_id(value, tl.max(value, axis=1)[:, None], winner, 1)
+            own = tl.min(tl.where(value == tl.max(value, axis=1)[:, None], winner, NO_ID), axis=1)
     threshold = tl.full(best.shape, float("-inf"), tl.float32)
     return threshold, log_sum_exp(best, total, inverse_temperature), own, entropy
 
@@ -185,14 +183,14 @@ def verify_kernel(
     logprobs,  # [B, K+1] float32, written, or None
     scratch, counters,
     typical_epsilon, typical_delta,
-    num_rows, width, num_blocks, num_tiles,
+    num_rows, width, num_tiles, num_blocks,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,  # a power of two >= K+1
-    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     MASSES: tl.constexpr = METHOD != "coupled" or FILTERED or logprobs is not None
     LEAVE_OUT: tl.constexpr = draft is None and not FILTERED and (METHOD == "rejection" or METHOD == "block")
-    rows, memory = (target, bias, mask), (scratch, num_rows, num_blocks)
+    rows, memory = (target, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
     program = tl.program_id(0)
     row, tile = (program // num_tiles).to(tl.int64), program % num_tiles
     batch, column = row // width, row % width
@@ -204,7 +202,7 @@ def verify_kernel(
     ids = tile_ids(tile, BLOCKS, BLOCK)
     x = read(rows, batch, column, ids)
     if LEAVE_OUT:
-        left_out = tl.load(draft_tokens + row - batch, mask=(column < width - 1) & (not greedy), other=-1)
+        left_out = tl.load(draft_tokens + row - batch, mask=(column < width - 1) & (not greedy), other=-1).to(tl.int32)
         x = tl.where(ids == left_out, float("-inf"), x)
     peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
     if FILTERED:
@@ -212,11 +210,9 @@ def verify_kernel(
     else:
         if METHOD == "coupled":
             if not greedy:
-                leave_winners(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
+                leave_winner(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
         if METHOD == "typical":
-            block = tile * BLOCKS + tl.arange(0, BLOCKS)
-            heat = block_heat(x, peak, inverse_temperature)
-            tl.store(blocks_at(memory, HEAT, row) + block, heat, mask=block < num_blocks)
+            tl.store(tiles_at(memory, HEAT, row) + tile, tile_heat(x, peak, inverse_temperature))
 
     # Its row, if this is the last tile of it, and its sequence, if this is the last row of it.
     sequence = (
@@ -228,18 +224,18 @@ def verify_kernel(
         if arrive(counters + row, num_tiles):
             _leave_filtered_row(
                 rows, batch, column, row, memory, inverse_temperature, greedy, (top_k, top_p, min_p), noise,
-                METHOD, SHIFT, SAMPLE_SHIFT, NUM_BLOCKS, BLOCKS, BLOCK,
+                METHOD, SHIFT, SAMPLE_SHIFT, NUM_TILES, NUM_BLOCKS, BLOCKS, BLOCK,
             )  # fmt: skip
             if arrive(counters + num_rows + batch, width):
                 _decide(
                     rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
-                    METHOD, FILTERED, MASSES, LEAVE_OUT, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
+                    METHOD, FILTERED, MASSES, LEAVE_OUT, WIDTH, NUM_TILES, NUM_BLOCKS, BLOCKS, BLOCK,
                 )  # fmt: skip
     else:
         if arrive(counters + num_rows + batch, width * num_tiles):
             _decide(
                 rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
-                METHOD, FILTERED, MASSES, LEAVE_OUT, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
+                METHOD, FILTERED, MASSES, LEAVE_OUT, WIDTH, NUM_TILES, NUM_BLOCKS, BLOCKS, BLOCK,
             )  # fmt: skip
 
 
@@ -247,7 +243,7 @@ def verify_kernel(
 def _decide(
     rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, MASSES: tl.constexpr, LEAVE_OUT: tl.constexpr,
-    WIDTH: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Test a sequence's drafts and emit its tokens; or leave to the second launch what needs the drafts' rows."""
     draft_tokens, draft, draft_threshold, draft_lse, seed, first, inverse_temperature, greedy = sequence
@@ -265,7 +261,7 @@ def _decide(
         if LEAVE_OUT:
             x_left_out = tl.where(greedy, x_left_out, x)
         threshold, lse, own, entropy = _fetch_rows(
-            row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, MASSES, NUM_BLOCKS
+            row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, MASSES, NUM_TILES
         )
     p = tl.where((x >= threshold) & (x > float("-inf")), tl.exp(x * inverse_temperature - lse), 0.0)
     fit, q, flags = _fit_drafts(
@@ -372,6 +368,7 @@ def verify(
     if batch == 0:
         return verdict
     shape = shape_arguments(target_logits, filtered, logit_bias, batched=True)
+    shape["NUM_BLOCKS"] = max(4, triton.next_power_of_2(shape["num_blocks"]))
     both = dict(
         target=view(target_logits),
         bias=vocabulary_view(logit_bias, target_logits),
@@ -388,8 +385,6 @@ def verify(
         **verdict._asdict(),
         WIDTH=triton.next_power_of_2(width),
         METHOD=method,
-        FILTERED=filtered,
-        **OPTIONS,
     )
     with torch.cuda.device_of(target_logits):
         grid = (shape["num_rows"] * shape["num_tiles"],)

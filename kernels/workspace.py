@@ -25,9 +25,9 @@ def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     counters, scratch = _stream_memory.get((device, stream), (None, None))
     if counters is None or counters.numel() < num_counters:
-        counters = torch.zeros(_rounded(num_counters), dtype=torch.int32, device=device)
+        counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
     if scratch is None or scratch.numel() < num_floats:
-        scratch = torch.empty(_rounded(num_floats), dtype=torch.float32, device=device)
+        scratch = torch.empty(num_floats, dtype=torch.float32, device=device)
     _stream_memory[device, stream] = counters, scratch
     return counters, scratch
 
@@ -40,12 +40,12 @@ def reserve(device: torch.device) -> None:
 
 def _captured_counters(device: torch.device, count: int) -> Tensor:
     pool = _reserved.get(device)
-    if pool is None or pool.numel() < count:
+    if pool is None or pool.numel() < _aligned(count):
         return torch.zeros(count, dtype=torch.int32, device=device)
-    _reserved[device] = pool[count:]
+    _reserved[device] = pool[_aligned(count) :]
     return pool[:count]
 
 
-def _rounded(count: int) -> int:
-    """The next power of two: batches that grow one by one allocate a few times."""
-    return 1 << (count - 1).bit_length()
+def _aligned(count: int) -> int:
+    """Counters of another graph begin on another 128 bytes, and for the compiler all begin alike."""
+    return (count + 31) // 32 * 32

@@ -1,6 +1,6 @@
 """Compile the kernels ahead of time, for a device that need not be there, and say what the machine code uses.
 
-    python tests/compile_kernels.py cuda:80 hip:gfx942 [--dtype bfloat16 ...] [--whole | --serving]
+    python tests/compile_kernels.py cuda:80 hip:gfx942 [--dtype bfloat16 ...] [--whole | --brief | --serving]
 
 Runs without TRITON_INTERPRET, which is why the tests start it as a process of its own. The real launchers are called, on
 CPU tensors; only the launch is replaced by a compilation for a pretended device. So what is compiled is what would be
@@ -25,12 +25,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.kernels.ops import METHODS
+from engine.kernels.philox import DRAFT
 from engine.kernels.row_stats import row_stats
 from engine.kernels.sample import sample
 from engine.kernels.verify import verify
+from engine.kernels.warmup import warmup
 
 VOCABS = {"even": 151_936, "odd": 50_257}  # rows that start on 16 bytes, and rows that do not
 BATCH = 2
+SERVED = ("rejection", "coupled")  # methods of the calls that vary while serving
 
 
 class PretendedDevice:
@@ -54,8 +57,9 @@ def parse_target(text: str) -> GPUTarget:
     return GPUTarget(backend, int(arch) if arch.isdigit() else arch, 64 if backend == "hip" else 32)
 
 
-def variants(dtypes: list[str], whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, call) for every kernel variant; without `whole` those of even rows, with a temperature, at K = 4."""
+def variants(dtypes: list[str], whole: bool, brief: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call) for every kernel variant; without `whole` those of even rows, with a temperature, at K = 4, and with
+    `brief` those of them that have no filters."""
     where = dict(seed=torch.zeros(BATCH, dtype=torch.int64), position=torch.zeros(BATCH, dtype=torch.int64))
     heat = dict(temperature=torch.ones(BATCH))
     filters = dict(top_k=torch.zeros(BATCH, dtype=torch.int64), top_p=torch.ones(BATCH), min_p=torch.ones(BATCH))
@@ -63,7 +67,7 @@ def variants(dtypes: list[str], whole: bool) -> Iterator[tuple[str, Callable[[],
         vocab_size = VOCABS[rows]
         target = torch.empty(BATCH, width, vocab_size, dtype=getattr(torch, dtype))
         words = dict(logit_bias=torch.empty(vocab_size), token_mask=torch.ones(vocab_size, dtype=torch.bool))
-        options: dict[str, dict[str, Any]] = {"plain": heat, "filtered": heat | filters}
+        options: dict[str, dict[str, Any]] = {"plain": heat} | ({} if brief else {"filtered": heat | filters})
         if whole:
             options |= {"no T": {}, "bias and mask": heat | words, "all": heat | filters | words}
         for option, more in options.items():
@@ -85,23 +89,33 @@ def variants(dtypes: list[str], whole: bool) -> Iterator[tuple[str, Callable[[],
                     yield f"{kind}, logprobs", partial(call, return_logprobs=True)
 
 
+def warm_up() -> None:
+    """What a configuration would compile before it serves: K up to 3, full drafts, filters."""
+    warmup(VOCABS["even"], 3, torch.bfloat16, "cpu", SERVED, VOCABS["even"], filters=True)
+
+
 def serving() -> Iterator[tuple[str, Callable[[], object]]]:
     """Calls as they vary while one model is served: batch, width, and where in a larger tensor its slots begin."""
     logits = torch.empty(1, 1, VOCABS["even"], dtype=torch.bfloat16)
-    for batch, width, slot in product((1, 2, 16, 17), (1, 2, 5, 8, 16, 17), (0, 1)):
+    for batch, width, slot, filtered in product((1, 2, 16, 17), (1, 2, 3, 4), (0, 1), (False, True)):
         state = torch.zeros(3, 40, dtype=torch.int64)[:, slot : slot + batch]
         where = dict(seed=state[0], position=state[1])
         heat = torch.ones(40)[slot : slot + batch]
+        rows = dict(temperature=heat) | (dict(top_k=state[2], top_p=heat, min_p=heat) if filtered else {})
         target = logits.expand(batch, width, -1)
         drafts = torch.zeros(batch, width - 1, dtype=torch.int64)
-        block = triton.next_power_of_2(width)
-        yield "row_stats", partial(row_stats, target, heat)
-        yield "sample", partial(sample, target, heat, **where, stream=slot)
-        yield f"verify {block}", partial(verify, target, drafts, target[:, 1:], temperature=heat, **where)
+        yield "row_stats", partial(row_stats, target, **rows)
+        yield "sample", partial(sample, target[:, 0], **rows, **where)
+        yield "sample, drafting", partial(sample, target[:, 0], **rows, **where, origin=state[1], stream=DRAFT)
+        for method, draft in product(SERVED, (None, target[:, 1:])):
+            yield f"verify, {method}", partial(verify, target, drafts, draft, **rows, **where, method=method)
 
 
 def resources(kernel: object, target: GPUTarget) -> dict[str, int]:
-    """Registers, shared bytes and spills of a compiled kernel; `spills` counts registers or bytes of local memory."""
+    """Registers, shared bytes and spills of a compiled kernel; `spills` counts registers or bytes of local memory.
+
+    On AMD scalar registers that run out are kept in lanes of vector registers, which costs no memory: counted apart.
+    """
     shared = kernel.metadata.shared
     if target.backend == "hip":
         text = kernel.asm["amdgcn"]
@@ -109,8 +123,9 @@ def resources(kernel: object, target: GPUTarget) -> dict[str, int]:
             k: int(re.search(rf"\.{k}:\s+(\d+)", text)[1])
             for k in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         }
-        spills = sum(v for k, v in number.items() if k != "vgpr_count")
-        return dict(registers=number["vgpr_count"], shared=shared, spills=spills)
+        spills = number["vgpr_spill_count"] + number["private_segment_fixed_size"]
+        scalars = number["sgpr_spill_count"]
+        return dict(registers=number["vgpr_count"], shared=shared, spills=spills, scalars_in_lanes=scalars)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -119,7 +134,8 @@ def resources(kernel: object, target: GPUTarget) -> dict[str, int]:
             [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
     number = {k: int(re.search(rf"\b{k}:(\d+)", text)[1]) for k in ("REG", "STACK", "LOCAL")}
-    return dict(registers=number["REG"], shared=shared, spills=number["STACK"] + number["LOCAL"])
+    spills = number["STACK"] + number["LOCAL"]
+    return dict(registers=number["REG"], shared=shared, spills=spills, scalars_in_lanes=0)
 
 
 def widest_load(kernel: object, target: GPUTarget) -> int:
@@ -137,7 +153,8 @@ def main() -> None:
     parser.add_argument("targets", nargs="+")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--whole", action="store_true", help="every variant")
-    parser.add_argument("--serving", action="store_true", help="what varying sizes compile, one line each")
+    parser.add_argument("--brief", action="store_true", help="without filters")
+    parser.add_argument("--serving", action="store_true", help="what is compiled after a warm-up, one line each")
     arguments = parser.parse_args()
 
     compiled: list[tuple[str, object]] = []
@@ -149,8 +166,13 @@ def main() -> None:
     for text in arguments.targets:
         target = parse_target(text)
         driver.set_active(PretendedDevice(target))
+        torch.version.hip = "pretended" if target.backend == "hip" else None
         seen: set[str] = set()
-        calls = serving() if arguments.serving else variants(arguments.dtype, arguments.whole)
+        if arguments.serving:
+            warm_up()
+            seen |= {kernel.hash for _, kernel in compiled}
+            print(json.dumps(dict(warmed_up=len(seen))))
+        calls = serving() if arguments.serving else variants(arguments.dtype, arguments.whole, arguments.brief)
         for variant, call in calls:
             compiled.clear()
             call()
