@@ -38,7 +38,13 @@ NumDraftTokens = Annotated[
     str, _option("--num-draft-tokens", "-k", help="Tokens drafted in a round (K).", panel=MODEL, metavar="INTEGER")
 ]
 Verification = Annotated[
-    str, _option("--verification", help="Rule by which drafts are accepted.", panel=MODEL, metavar="RULE")
+    str,
+    _option(
+        "--verification",
+        help="Rule by which drafts are accepted: rejection, block or coupled.",
+        panel=MODEL,
+        metavar="RULE",
+    ),
 ]
 Exact = Annotated[
     bool | None,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-VERIFICATION_METHODS = ("rejection",)
+VERIFICATION_METHODS = ("rejection", "block", "coupled")
 GREEDY_BELOW = 1e-5  # temperature
 
 
@@ -79,7 +79,9 @@ class EngineConfig:
 
     Attributes:
         num_draft_tokens: tokens proposed in a round, >= 0.
-        verification: "rejection"; temperature 0 is greedy under it.
+        verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
+            accepts less, and whose sampled text depends on the seed alone, not on the drafter, K or the batch.
+            Temperature 0 is greedy under each.
         exact: every target call has one shape, so that the text is bit for bit the same with and without speculation.
             None: True on an accelerator, False on CPU.
         max_batch_size: rows that decode together, >= 1.

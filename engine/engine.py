@@ -204,6 +204,7 @@ class Engine:
             max_limit=max(request.limit for request in requests),
             filtered=any(p.temperature and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
             all_greedy=all(p.temperature == 0 for p in params),
+            coupled=self.config.verification == "coupled",
         )
 
     def _round(self, scheduler: Scheduler) -> torch.Tensor:

@@ -40,7 +40,9 @@ def load(
         drafter: "ngram"; None for plain decoding; a hub id, folder or GGUF file of a draft model; a live draft model, which
             must share the target's vocabulary; or an object with `prefill`, `propose` and `observe`.
         num_draft_tokens: tokens proposed in a round (K), >= 0.
-        verification: "rejection". Temperature 0 is greedy under it.
+        verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
+            accepts less, and whose sampled text depends on the seed alone, not on the drafter, K or the batch.
+            Temperature 0 is greedy under each.
         exact: the text is bit for bit the same with and without speculation, for any drafter and K. Every target call then
             has one shape. None: True on an accelerator, where that is nearly free, False on CPU.
         max_batch_size: rows that decode together; more prompts wait for a free one.

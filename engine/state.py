@@ -40,6 +40,7 @@ class BatchState:
     max_limit: int = 0  # no row's limit is larger (known to the host, for buffers)
     filtered: bool = False  # some row uses top-k, top-p or min-p
     all_greedy: bool = True  # every row has temperature 0
+    coupled: bool = False  # verification is "coupled": drafts are drawn with the target's own noise
 
     @classmethod
     def allocate(cls, num_slots: int, max_length: int, device: torch.device) -> "BatchState":
@@ -57,7 +58,7 @@ class BatchState:
     def select(self, rows: slice | Tensor, **known: Any) -> "BatchState":
         """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64.
 
-        `known` are the fields that the host sets: max_text_length, max_limit, filtered and all_greedy.
+        `known` are the fields that the host sets: max_text_length, max_limit, filtered, all_greedy and coupled.
         """
         cut: dict[str, Any] = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.type is Tensor}
         return replace(self, **cut, **known, rows=rows)

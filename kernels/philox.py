@@ -14,6 +14,9 @@ carry their round's origin, because a position may be decided anew in a later ro
 This file is the torch twin (any device, no global generator) and imports no Triton; jit_random.py has the kernels'.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,23 +27,36 @@ _MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 ROUNDS = 10
+_MASK_64, _HALF = np.array([_MASK], dtype=np.uint64), np.array([32], dtype=np.uint64)
+_SHIFTS = np.array([0, 32], dtype=np.uint64)
+_MULTIPLIER = np.array([_MUL_1, _MUL_0], dtype=np.uint64)
+_WEYL = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array([_WEYL_0, _WEYL_1], dtype=np.uint64)
 UNIFORM_MAX = 1.0 - 2.0**-24  # the largest float32 below 1
 
 
-def philox(seed: Tensor, index: Tensor, position: Tensor, origin: Tensor | int, stream: int) -> tuple[Tensor, ...]:
+def philox(
+    seed: Tensor, index: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int
+) -> tuple[Tensor, ...]:
     """Four 32-bit words per counter.
 
     Args:
         seed, index, position, origin: int64, broadcast against each other; the last three are taken modulo 2**32.
-        stream: one of SAMPLE, DRAFT, ACCEPT, RESIDUAL.
+        stream: SAMPLE, DRAFT, ACCEPT or RESIDUAL, or a tensor of them.
 
     Returns:
         Four int64 tensors of the broadcast shape with values in [0, 2**32).
     """
-    shape = torch.broadcast_shapes(seed.shape, index.shape, position.shape)
-    c0, c1 = index & _MASK, position & _MASK
-    c2 = torch.as_tensor(origin, dtype=torch.int64, device=seed.device) & _MASK
-    c3 = torch.full((), stream, dtype=torch.int64, device=seed.device)
+    if seed.device.type == "cpu":
+        return _words_on_cpu(seed, (index, position, origin, stream))
+    counter = [
+        torch.as_tensor(word, dtype=torch.int64, device=seed.device) for word in (index, position, origin, stream)
+    ]
+    shape = torch.broadcast_shapes(seed.shape, *(word.shape for word in counter))
+    return tuple(word.expand(shape) for word in _words(seed, counter))
+
+
+def _words(seed: Tensor, counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    c0, c1, c2, c3 = (word & _MASK for word in counter)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(ROUNDS):
         # The int64 product wraps, but its 64 bits are those of the unsigned product.
@@ -52,7 +68,31 @@ def philox(seed: Tensor, index: Tensor, position: Tensor, origin: Tensor | int, 
             low & _MASK,
         )
         k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
-    return tuple(word.expand(shape) for word in (c0, c1, c2, c3))
+    return c0, c1, c2, c3
+
+
+def _words_on_cpu(seed: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, ...]:
+    """`_words` in numpy, with both halves in one array: of a few hundred numbers it is the calls that cost."""
+    k = seed.numpy().view(np.uint64)
+    c0, c1, c2, c3 = [word.numpy() if isinstance(word, Tensor) else word for word in counter]
+    shape = np.broadcast(k, c0, c1, c2, c3).shape
+    words = np.empty((4, *shape), dtype=np.int64)
+    words[0], words[1], words[2], words[3] = c2, c0, c1, c3
+    ones = (1,) * len(shape)
+    words = words.view(np.uint64) & _MASK_64
+    k = k.reshape(1, *ones[k.ndim :], *k.shape) >> _SHIFTS.reshape(2, *ones)
+    keys = (k + _WEYL.reshape(ROUNDS, 2, *ones)) & _MASK_64
+    multiplier = _MULTIPLIER.reshape(2, *ones)
+    even, odd = words[:2], words[2:]
+    for key in keys:
+        product = even * multiplier
+        low = product & _MASK_64
+        product >>= _HALF
+        product ^= odd
+        product ^= key
+        even, odd = product[::-1], low
+    third, first, second, fourth = torch.from_numpy(np.concatenate((even, odd)).view(np.int64)).unbind()
+    return first, second, third, fourth
 
 
 def uniform_from_bits(bits: Tensor) -> Tensor:
@@ -60,13 +100,13 @@ def uniform_from_bits(bits: Tensor) -> Tensor:
     return ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=UNIFORM_MAX)
 
 
-def uniform(seed: Tensor, position: Tensor, origin: Tensor | int, stream: int) -> Tensor:
+def uniform(seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int) -> Tensor:
     """One float32 in (0, 1) per position; arguments as for `philox`."""
     return uniform_from_bits(philox(seed, torch.zeros_like(position), position, origin, stream)[0])
 
 
 def gumbel(
-    seed: Tensor, position: Tensor, origin: Tensor | int, stream: int, count: int, first: Tensor | int = 0
+    seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int, count: int, first: Tensor | int = 0
 ) -> Tensor:
     """Standard Gumbel noise for `count` tokens from `first` on, -log(-log(1 - u)).
 
@@ -74,15 +114,15 @@ def gumbel(
     two of 150,000 tokens tie about once in 30,000 draws, and not once in 60.
 
     Args:
-        seed, position, origin: [...] int64, broadcast against each other.
+        seed, position, origin, stream: [...] int64, broadcast against each other.
         first: int, or [...] int64 of the same shape; a multiple of 4.
 
     Returns:
         [..., count] float32.
     """
     index = torch.arange((count + 3) // 4, device=seed.device)
-    index = index + torch.as_tensor(first, dtype=torch.int64, device=seed.device)[..., None] // 4
-    origin = torch.as_tensor(origin, dtype=torch.int64, device=seed.device)[..., None]
+    index = index + (first[..., None] // 4 if isinstance(first, Tensor) else first // 4)
+    origin, stream = (each[..., None] if isinstance(each, Tensor) else each for each in (origin, stream))
     words = philox(seed[..., None], index, position[..., None], origin, stream)
     bits = torch.stack(words, dim=-1).flatten(-2)[..., :count]
     return -torch.log(-torch.log1p(-uniform_from_bits(bits)))

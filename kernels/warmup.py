@@ -1,6 +1,7 @@
 """Compile the kernels before they are needed, so that nothing compiles while serving or inside a CUDA graph."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -50,16 +51,16 @@ def warmup(
     reserve(device)
     whole = torch.zeros(1, dtype=torch.int64, device=device)
     real = torch.ones(1, device=device)
-    where = dict(seed=whole, position=whole)
+    where: dict[str, Any] = dict(seed=whole, position=whole)
     for filtered in {False, filters}:
-        rows = dict(temperature=real)
+        rows: dict[str, Any] = dict(temperature=real)
         rows |= dict(top_k=whole, top_p=real, min_p=real) if filtered else {}
         for size in {vocab_size, draft_vocab_size or vocab_size}:
             words = _words(size, logit_bias, token_mask, device)
             logits = torch.zeros(1, 1, size, dtype=dtype, device=device)
             row_stats(logits, **rows, **words)
             for origin, stream in ((None, philox.SAMPLE), (whole, philox.DRAFT)):
-                more = dict(origin=origin, stream=stream, return_logprobs=return_logprobs)
+                more: dict[str, Any] = dict(origin=origin, stream=stream, return_logprobs=return_logprobs)
                 sample(logits, **rows, **where, **words, **more)
         words = _words(vocab_size, logit_bias, token_mask, device)
         for width in [1 << i for i in range((num_draft_tokens).bit_length() + 1)]:
@@ -72,7 +73,7 @@ def warmup(
                     verify(logits, drafts, proposed, **rows, **where, **words, **more)
 
 
-def _words(size: int, logit_bias: bool, token_mask: bool, device: torch.device) -> dict[str, torch.Tensor]:
+def _words(size: int, logit_bias: bool, token_mask: bool, device: torch.device) -> dict[str, Any]:
     """A bias and a mask that change nothing, as far as they are wanted."""
     words = {"logit_bias": torch.zeros(size, device=device)} if logit_bias else {}
     return words | ({"token_mask": torch.ones(size, dtype=torch.bool, device=device)} if token_mask else {})

@@ -68,6 +68,31 @@ def test_smollm2_in_bf16(plain_texts: dict[int, Any], batch: int, num_draft_toke
     assert texts(batch, drafter=draft, num_draft_tokens=num_draft_tokens) == plain_texts[batch]
 
 
+def test_coupled_samples_in_bf16() -> None:
+    """Sampled text depends on the seed alone: not on the drafter, on K or on the batch."""
+    target = tiny("llama", dtype=torch.bfloat16, max_position_embeddings=1200)
+    prompts = random_prompts(5, seed=9)
+    params = [
+        engine.SamplingParams(temperature=0.8, top_p=p, max_new_tokens=30, seed=seed)
+        for seed, p in enumerate((1.0, 0.9, 1.0, 0.7, 1.0))
+    ]
+
+    def texts(drafter: Any, num_draft_tokens: int, batch: int) -> list[list[int]]:
+        llm = engine.load(
+            target, drafter=drafter, num_draft_tokens=num_draft_tokens, max_batch_size=batch, exact=True,
+            verification="coupled",
+        )  # fmt: skip
+        outputs = llm.generate(prompts, params)
+        assert drafter in (None, "ngram") or llm.stats.accepted_tokens > 0
+        return [output.token_ids for output in outputs]
+
+    expected = texts(None, 0, 1)
+    assert texts(None, 0, 4) == expected
+    for num_draft_tokens, batch in ((1, 1), (5, 4), (9, 2)):
+        assert texts(perturbed(target, 0.05), num_draft_tokens, batch) == expected
+    assert texts("ngram", 3, 4) == expected
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "phi"])
 @pytest.mark.parametrize("num_draft_tokens", [2, 11])
 def test_tiny_models_in_bf16(name: str, num_draft_tokens: int) -> None:

@@ -67,10 +67,20 @@ def sample(llm: engine.Engine, setting: dict[str, Any], count: int) -> Counter[t
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=["t1.0", "t0.7-k10-p0.9"])
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_two_token_continuations(target: PreTrainedModel, drafter: str, setting: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "verification"),
+    [
+        ("ngram", "rejection"),
+        ("model", "rejection"),
+        pytest.param("model", "block", marks=pytest.mark.slow),
+        pytest.param("model", "coupled", marks=pytest.mark.slow),
+    ],
+)
+def test_two_token_continuations(
+    target: PreTrainedModel, drafter: str, verification: str, setting: dict[str, Any]
+) -> None:
     draft = perturbed(target, 0.3) if drafter == "model" else drafter
-    llm = engine.load(target, drafter=draft, num_draft_tokens=3, max_batch_size=4096)
+    llm = engine.load(target, drafter=draft, num_draft_tokens=3, max_batch_size=4096, verification=verification)
     p_value = g_test(sample(llm, setting, SAMPLES), law(target, setting))
     assert 0.1 < llm.stats.acceptance_rate < 0.95, "neither acceptance nor rejection is tested"
     assert p_value > 1e-3

@@ -19,7 +19,8 @@ class Drafter(Protocol):
         """At most `num_draft_tokens` tokens per row, to follow the pending token.
 
         Tokens that were drawn at random must come with the logits they were drawn from, under the row's temperature and
-        filters and the stream DRAFT; a proposal without logits counts as one-hot.
+        filters and the stream DRAFT; a proposal without logits counts as one-hot. Where the state is `coupled`, logits
+        are not looked at: a token stands if the target draws it too, so draw with the target's noise, stream SAMPLE.
         """
         ...
 

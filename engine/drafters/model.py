@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..backend import DRAFT, RowStats, sample
+from ..backend import DRAFT, SAMPLE, RowStats, sample
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
 
@@ -59,7 +59,7 @@ class DraftModel:
             logits = self._decode(state, steps[-1][0].clamp(min=0), start, inside, extra=step)
             steps.append(self._draw(state, logits, step))
         tokens = torch.cat([tokens for tokens, _, _ in steps], dim=1)
-        if state.all_greedy:  # a greedy draft is one-hot, and its logits decide nothing
+        if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
             return Proposal(tokens)
         rows = [torch.cat(field, dim=1) for field in zip(*(stats for _, _, stats in steps), strict=True)]
         return Proposal(tokens, torch.cat([logits for _, logits, _ in steps], dim=1), RowStats(*rows))
@@ -72,6 +72,7 @@ class DraftModel:
         return self.ragged.decode(tokens, start, valid, state.rows, length)[..., : self._shared_vocab_size]
 
     def _draw(self, state: BatchState, logits: Tensor, step: int) -> tuple[Tensor, Tensor, RowStats]:
-        origin = state.position
-        draws = sample(logits, **state.sampling, seed=state.seed, position=origin + step, origin=origin, stream=DRAFT)
+        origin, stream = (None, SAMPLE) if state.coupled else (state.position, DRAFT)
+        position = state.position + step
+        draws = sample(logits, **state.sampling, seed=state.seed, position=position, origin=origin, stream=stream)
         return draws.tokens, logits, draws.stats
