@@ -247,12 +247,38 @@ def test_plain_decoding_is_verify_without_drafts(method: str, vocab_size: int) -
     assert torch.equal(verify(**case, method=method).tokens, sample(case["target_logits"], **rows).tokens)
 
 
-def test_a_sequence_does_not_depend_on_its_batch() -> None:
-    case = to_device_case(verify_case(generator(14), 6, 3, 200, 200))
-    together = verify(**case)
-    for slot in (0, 5):
-        alone = verify(**{name: value[slot : slot + 1] for name, value in case.items()})
-        assert all(torch.equal(a[slot : slot + 1], b) for a, b in zip(together[:3], alone[:3], strict=True))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sequence_does_not_depend_on_its_batch(method: str) -> None:
+    """Bit for bit, log-probabilities too: alone, or in another slot beside others; in several tiles and with filters."""
+    case = verify_case(generator(14), 5, 2, 5_000, 5_000)
+    case |= random_filters(generator(15), 5, 5_000)
+    case = to_device_case(case)
+    together = verify(**case, method=method, return_logprobs=True)
+    turned = verify(
+        **{name: value.roll(2, dims=0) for name, value in case.items()}, method=method, return_logprobs=True
+    )
+    assert all(torch.equal(a.roll(2, dims=0), b) for a, b in zip(together, turned, strict=True))
+    alone = verify(**{name: value[3:4] for name, value in case.items()}, method=method, return_logprobs=True)
+    assert all(torch.equal(a[3:4], b) for a, b in zip(together, alone, strict=True))
+
+
+def test_extreme_sizes() -> None:
+    """The largest vocabulary, and a thousand sequences."""
+    check_verify(verify_case(generator(21), 1, 1, 262_144, 262_144, torch.bfloat16))
+    check_verify(verify_case(generator(22), 1_024, 0, 5))
+
+
+def test_more_than_2_to_31_logits() -> None:
+    """Offsets are 64-bit. Of the 8 GB of address space only the pages of the rows are ever touched."""
+    vocab_size, stride = 3_000, 2**31
+    storage = torch.UntypedStorage(2 * (stride + 6 * vocab_size), device=DEVICE)
+    case = verify_case(generator(23), 2, 2, vocab_size, vocab_size, torch.bfloat16)
+    for name in ("target_logits", "draft_logits"):
+        buffer = torch.tensor([], dtype=torch.bfloat16, device=DEVICE).set_(storage)
+        far = buffer.as_strided(case[name].shape, (stride, vocab_size, 1), 0 if name == "target_logits" else 9_000)
+        case[name] = far.copy_(case[name])
+    for method in METHODS:
+        check_verify(case, method=method)
 
 
 def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
