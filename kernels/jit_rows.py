@@ -25,7 +25,7 @@ logit marks a row that has no distribution.
 import triton
 import triton.language as tl
 
-from .records import DRAW_BLOCK
+from .records import DRAW_BLOCK, GREEDY_BELOW
 
 BLOCK = DRAW_BLOCK
 # A program has 16 tokens to a thread: two loads of 16 bytes in bf16, and few enough registers for 1024 threads on a
@@ -42,6 +42,7 @@ BLOCK_FIELDS = tl.constexpr(3)
 ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING = (tl.constexpr(i) for i in range(6))
 ROW_FIELDS = tl.constexpr(6)
 NO_ID = tl.constexpr(0x7FFFFFFF)
+_GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 
 
 @triton.jit
@@ -94,7 +95,7 @@ def load_temperature(temperature, batch):
     t = 1.0
     if temperature is not None:
         t = tl.load(temperature + batch).to(tl.float32)
-    greedy = t == 0.0
+    greedy = t < _GREEDY_BELOW
     return tl.div_rn(1.0, tl.where(greedy, 1.0, t)), greedy
 
 

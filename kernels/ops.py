@@ -19,7 +19,7 @@ METHODS = (*LOSSLESS_METHODS, "typical")
 
 def row_stats(
     logits: Tensor,  # [B, V] or [B, W, V] any floating dtype, any row stride
-    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    temperature: Tensor | None = None,  # [B] float, below 1e-5 = greedy; None: 1
     top_k: Tensor | None = None,  # [B] int, <= 0 = off; None: off
     top_p: Tensor | None = None,  # [B] float in (0, 1]; None: off
     min_p: Tensor | None = None,  # [B] float in [0, 1]; None: off
@@ -45,7 +45,7 @@ def row_stats(
 
 def sample(
     logits: Tensor,  # [B, V] or [B, W, V] any floating dtype, any row stride
-    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    temperature: Tensor | None = None,  # [B] float, below 1e-5 = greedy; None: 1
     top_k: Tensor | None = None,  # [B] int; None: off
     top_p: Tensor | None = None,  # [B] float; None: off
     min_p: Tensor | None = None,  # [B] float; None: off
@@ -82,7 +82,7 @@ def verify(
     draft_logits: Tensor | None = None,  # [B, K, V_draft] the logits the drafts were drawn from; None: one-hot
     draft_stats: RowStats | None = None,  # of draft_logits, [B, K], if the sampler already computed them
     *,
-    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    temperature: Tensor | None = None,  # [B] float, below 1e-5 = greedy; None: 1
     top_k: Tensor | None = None,  # [B] int; None: off
     top_p: Tensor | None = None,  # [B] float; None: off
     min_p: Tensor | None = None,  # [B] float; None: off

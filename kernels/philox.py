@@ -15,6 +15,7 @@ This file is the torch twin (any device, no global generator) and imports no Tri
 """
 
 from collections.abc import Sequence
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -27,15 +28,17 @@ _MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 ROUNDS = 10
-_MASK_64, _HALF = np.array([_MASK], dtype=np.uint64), np.array([32], dtype=np.uint64)
-_SHIFTS = np.array([0, 32], dtype=np.uint64)
-_MULTIPLIER = np.array([_MUL_1, _MUL_0], dtype=np.uint64)
-_WEYL = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array([_WEYL_0, _WEYL_1], dtype=np.uint64)
+_MASK_64, _HALF = np.array(_MASK, dtype=np.uint64), np.array(32, dtype=np.uint64)
+# Shift of the seed, what is added to it, and multiplier: for each round, and for what becomes c0 and c2 in it.
+_TABLE = np.array(
+    [[[0, 32], [_WEYL_0 * i, _WEYL_1 * i], [_MUL_1, _MUL_0]] for i in range(ROUNDS)], dtype=np.uint64
+).swapaxes(0, 1)
+_TABLE[:, 1::2] = _TABLE[:, 1::2, ::-1].copy()  # their places change
 UNIFORM_MAX = 1.0 - 2.0**-24  # the largest float32 below 1
 
 
 def philox(
-    seed: Tensor, index: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int
+    seed: Tensor, index: Tensor | int, position: Tensor, origin: Tensor | int, stream: Tensor | int
 ) -> tuple[Tensor, ...]:
     """Four 32-bit words per counter.
 
@@ -72,37 +75,42 @@ def _words(seed: Tensor, counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _words_on_cpu(seed: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, ...]:
-    """`_words` in numpy, with both halves in one array: of a few hundred numbers it is the calls that cost."""
+    """`_words` in numpy. Of a few hundred numbers it is the calls that cost, most of all those that broadcast: c2 and c0
+    are one array, c3 and c1 another, each pair changes places from round to round, and all is done in place."""
     k = seed.numpy().view(np.uint64)
     c0, c1, c2, c3 = [word.numpy() if isinstance(word, Tensor) else word for word in counter]
     shape = np.broadcast(k, c0, c1, c2, c3).shape
-    words = np.empty((4, *shape), dtype=np.int64)
-    words[0], words[1], words[2], words[3] = c2, c0, c1, c3
+    signed = np.empty((4, *shape), dtype=np.int64)
+    signed[0], signed[1], signed[2], signed[3] = c2, c0, c3, c1
+    words = signed.view(np.uint64)
+    np.bitwise_and(words, _MASK_64, out=words)
     ones = (1,) * len(shape)
-    words = words.view(np.uint64) & _MASK_64
-    k = k.reshape(1, *ones[k.ndim :], *k.shape) >> _SHIFTS.reshape(2, *ones)
-    keys = (k + _WEYL.reshape(ROUNDS, 2, *ones)) & _MASK_64
-    multiplier = _MULTIPLIER.reshape(2, *ones)
+    table = _TABLE.reshape(3, ROUNDS, 2, *ones)
+    keys, multipliers = np.empty((ROUNDS, 2, *shape), dtype=np.uint64), np.empty((2, 2, *shape), dtype=np.uint64)
+    keys[...] = (k.reshape(1, 1, *ones[k.ndim :], *k.shape) >> table[0]) + table[1] & _MASK_64
+    multipliers[...] = table[2, :2]
     even, odd = words[:2], words[2:]
-    for key in keys:
-        product = even * multiplier
-        low = product & _MASK_64
-        product >>= _HALF
-        product ^= odd
-        product ^= key
-        even, odd = product[::-1], low
-    third, first, second, fourth = torch.from_numpy(np.concatenate((even, odd)).view(np.int64)).unbind()
+    even_0, even_1, odd_0, odd_1 = (words[i : i + 1] for i in range(4))
+    product = np.empty_like(even)
+    for key, multiplier in zip(keys, cycle(multipliers), strict=False):
+        np.multiply(even, multiplier, out=product)
+        np.right_shift(product, _HALF, out=even)
+        np.bitwise_xor(even_0, odd_1, out=even_0)
+        np.bitwise_xor(even_1, odd_0, out=even_1)
+        np.bitwise_xor(even, key, out=even)
+        np.bitwise_and(product, _MASK_64, out=odd)
+    third, first, fourth, second = torch.from_numpy(signed).unbind()
     return first, second, third, fourth
 
 
 def uniform_from_bits(bits: Tensor) -> Tensor:
     """32-bit words (int64) to float32 strictly inside (0, 1), with the finest steps near 0."""
-    return ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=UNIFORM_MAX)
+    return bits.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=UNIFORM_MAX)
 
 
 def uniform(seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int) -> Tensor:
     """One float32 in (0, 1) per position; arguments as for `philox`."""
-    return uniform_from_bits(philox(seed, torch.zeros_like(position), position, origin, stream)[0])
+    return uniform_from_bits(philox(seed, 0, position, origin, stream)[0])
 
 
 def gumbel(
@@ -121,8 +129,8 @@ def gumbel(
         [..., count] float32.
     """
     index = torch.arange((count + 3) // 4, device=seed.device)
-    index = index + (first[..., None] // 4 if isinstance(first, Tensor) else first // 4)
+    index = index + (first[..., None] >> 2 if isinstance(first, Tensor) else first >> 2)
     origin, stream = (each[..., None] if isinstance(each, Tensor) else each for each in (origin, stream))
     words = philox(seed[..., None], index, position[..., None], origin, stream)
     bits = torch.stack(words, dim=-1).flatten(-2)[..., :count]
-    return -torch.log(-torch.log1p(-uniform_from_bits(bits)))
+    return uniform_from_bits(bits).neg_().log1p_().neg_().log_().neg_()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+GREEDY_BELOW = 1e-5  # temperature: logit / T would overflow float32 in the end
 DRAW_BLOCK = 1024  # tokens; a draw in two levels chooses a block of so many first, and then a token inside it
 
 

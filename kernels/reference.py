@@ -10,16 +10,19 @@ drafter's, both after logit bias, token mask, temperature and filters.
 - drawing by argmax(log weight + Gumbel noise): Gumbel 1954; Maddison et al., arXiv 1411.0030
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from . import philox, rows
-from .records import DRAW_BLOCK, Draws, RowStats, Status, Verdict
+from .records import DRAW_BLOCK, GREEDY_BELOW, Draws, RowStats, Status, Verdict
 from .rows import (
     Rows,
+    chunks,
     exp_,
     finite,
     is_all_greedy,
@@ -33,6 +36,8 @@ from .rows import adjusted as adjusted  # these four are part of this module too
 from .rows import log_prob as log_prob
 from .rows import log_prob_of as log_prob_of
 from .rows import spread as spread
+
+Given = ParamSpec("Given")
 
 
 def row_stats(
@@ -72,12 +77,26 @@ def sample(
     token at position + w. Greedy rows take the argmax."""
     logits = adjusted(logits, logit_bias, token_mask)
     stats = rows.row_stats(logits, temperature, top_k, top_p, min_p)
-    p = Rows(logits, stats, temperature)
+    p = Rows.of(logits, stats, temperature)
     tokens = _own_tokens(p, seed, position, 0 if origin is None else origin, stream)
     logprobs = p.log_prob_of(tokens).where(stats.lse.isfinite(), 0) if return_logprobs else None
     return Draws(tokens.masked_fill(~stats.lse.isfinite(), -1), stats, logprobs)
 
 
+def _without_autograd(function: Callable[Given, Verdict]) -> Callable[Given, Verdict]:
+    """In inference mode, because it makes small operations cheaper; what is returned are ordinary tensors."""
+
+    @wraps(function)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> Verdict:
+        with torch.inference_mode():
+            tokens, num_accepted, status, logprobs = function(*args, **kwargs)
+        logprobs = None if logprobs is None else logprobs.clone()
+        return Verdict(tokens.clone(), num_accepted.clone(), status.clone(), logprobs)
+
+    return run
+
+
+@_without_autograd
 def verify(
     target_logits: Tensor,  # [B, K+1, V_target] any floating dtype
     draft_tokens: Tensor,  # [B, K] int64, -1 where a row proposes fewer
@@ -115,11 +134,13 @@ def verify(
     filters = (top_k, top_p, min_p)
     target = adjusted(target_logits, logit_bias, token_mask)
     stats = rows.row_stats(target, temperature, *filters, want_argmax=method == "coupled")
-    p, q = Rows(target, stats, temperature), None
+    p, q = Rows.of(target, stats, temperature), None
     if draft_logits is not None:
         draft = adjusted(draft_logits, *(_head(value, num_drafts) for value in (logit_bias, token_mask)))
-        q = Rows(draft, draft_stats or rows.row_stats(draft, temperature, *filters), temperature)
-    greedy = torch.zeros_like(seed, dtype=torch.bool) if temperature is None else temperature == 0
+        q = Rows.of(draft, draft_stats or rows.row_stats(draft, temperature, *filters), temperature)
+    never_greedy = is_never_greedy(temperature)
+    greedy = torch.zeros_like(seed, dtype=torch.bool) if temperature is None else temperature < GREEDY_BELOW
+    column = torch.arange(num_drafts + 1, device=seed.device)
 
     # How many drafts stand.
     tests = _test_drafts(p, q, draft_tokens, greedy)
@@ -131,41 +152,44 @@ def verify(
     elif method == "typical":
         passed = tests.p > torch.clamp(typical_delta * torch.exp(-_entropy(p)[:, :num_drafts]), max=typical_epsilon)
     else:
-        positions = position[:, None] + torch.arange(num_drafts, device=seed.device)
+        positions = position[:, None] + column[:-1]
         u = philox.uniform(seed[:, None], positions, position[:, None], philox.ACCEPT)
         if method == "block":
             prefix = _block_prefix(tests)
             passed = _block_test(p, q, tests, prefix, u)
         else:
             passed = u * tests.q < tests.p
-    if not is_never_greedy(temperature):
+    if not never_greedy:
         passed = torch.where(greedy[:, None], draft_tokens == stats.argmax[:, :num_drafts], passed)
     passed = passed & tests.fit
-    num_accepted = passed.long().cumprod(dim=1).sum(dim=1)
+    num_accepted = passed.cumprod(dim=1).sum(dim=1)
     if method == "block" and num_drafts:
-        longest = (passed * torch.arange(1, num_drafts + 1, device=seed.device)).amax(dim=1)
+        longest = (passed * column[1:]).amax(dim=1)
         num_accepted = torch.where(greedy, num_accepted, longest)
 
     # The deciding row, and the next token.
     lse = _at(stats.lse, num_accepted)
-    status = _at(pad(tests.status, (0, 1)), num_accepted)
+    status = (
+        _at(pad(tests.status, (0, 1)), num_accepted) if tests.status is not None else torch.zeros_like(num_accepted)
+    )
     valid = finite(lse)
     if not known(valid):
         status = status + lse.isnan() * int(Status.NAN_TARGET) + (lse == -torch.inf) * int(Status.EMPTY_TARGET)
     next_token = _at(own, num_accepted)
     if method != "coupled" and not is_all_greedy(temperature):
         replaced = _at(pad(tests.fit, (0, 1)), num_accepted) & (method != "typical")
-        rejected = replaced & ~greedy
+        rejected = replaced if never_greedy else replaced & ~greedy
         log_weights, empty = _next_log_weights(p, q, draft_tokens, prefix, num_accepted, rejected)
-        status = status + empty * int(Status.EMPTY_RESIDUAL)
-        origin, stream = position.where(replaced, 0), torch.where(replaced, philox.RESIDUAL, philox.SAMPLE)
+        if empty is not None:
+            status = status + empty * int(Status.EMPTY_RESIDUAL)
+        origin, stream = position * replaced, torch.where(replaced, philox.RESIDUAL, philox.SAMPLE)
         drawn = draw(log_weights, seed, position + num_accepted, origin, stream)
-        next_token = torch.where(greedy, next_token, drawn)
-    next_token = next_token.where(valid, -1)
+        next_token = drawn if never_greedy else torch.where(greedy, next_token, drawn)
+    if not known(valid):
+        next_token = next_token.where(valid, -1)
 
-    column = torch.arange(num_drafts + 1, device=seed.device)
-    tokens = pad(draft_tokens, (0, 1)).where(column < num_accepted[:, None], -1)
-    tokens = torch.where(column == num_accepted[:, None], next_token[:, None], tokens)
+    last = num_accepted[:, None]
+    tokens = pad(draft_tokens, (0, 1)).where(column < last, -1).scatter_(1, last, next_token[:, None])
     logprobs = p.log_prob_of(tokens).where(tokens >= 0, 0) if return_logprobs else None
     return Verdict(tokens, num_accepted.to(torch.int32), status.to(torch.int32), logprobs)
 
@@ -176,16 +200,17 @@ class _Tests(NamedTuple):
     p: Tensor  # p(x_i)
     q: Tensor  # q(x_i), 1 for one-hot drafts
     fit: Tensor  # bool: the row and its draft can be tested at all; the draft ends where they cannot
-    status: Tensor  # why they cannot, if it is the draft's fault
+    status: Tensor | None  # why they cannot, if it is the draft's fault; None: it never is
 
 
 def _test_drafts(p: Rows, q: Rows | None, draft_tokens: Tensor, greedy: Tensor) -> _Tests:
-    head = p.head(draft_tokens.shape[1])
-    p_of = torch.exp(head.log_prob_of(draft_tokens))
-    fit = (draft_tokens >= 0) & finite(head.stats.lse)
+    p_of = torch.exp(p.log_prob_of(draft_tokens))
+    fit = (draft_tokens >= 0) & finite(p.stats.lse[:, : draft_tokens.shape[1]])
     if q is None:
-        return _Tests(p_of, torch.ones_like(p_of), fit, torch.zeros_like(draft_tokens))
+        return _Tests(p_of, torch.ones_like(p_of), fit, None)
     q_of = torch.exp(q.log_prob_of(draft_tokens))
+    if known((q_of > 0) & (q_of < torch.inf)):  # and so is finite(q.stats.lse)
+        return _Tests(p_of, q_of, fit, None)
     sampled = fit & ~greedy[:, None]
     invalid = sampled & ~finite(q.stats.lse)
     zero = sampled & ~invalid & (q_of == 0)
@@ -230,28 +255,36 @@ def _next_log_weights(
     prefix: Tensor | None,  # [B, K+1]
     num_accepted: Tensor,  # [B]
     rejected: Tensor,  # [B] bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """log of what the next token is drawn by [B, V]: max(s p - q, 0) where a draft was rejected, p elsewhere, and p
-    again where that residual is empty [B] bool."""
-    size = p.logits.shape[-1]
-    log_weights = torch.empty(len(rejected), size, dtype=p.stats.lse.dtype, device=rejected.device)
-    empty = torch.zeros_like(rejected)
-    for sequence in those(~rejected, size):
-        log_weights[sequence] = p.at(sequence, num_accepted[sequence]).log_prob()
-    for sequence in those(rejected, size) if draft_tokens.shape[1] else ():
-        index = num_accepted[sequence]
-        log_p = p.at(sequence, index).log_prob()
-        log_sp = log_p if prefix is None else log_p + prefix[sequence, index, None].log()
-        index = index.clamp(max=draft_tokens.shape[1] - 1)
-        if q is None:
-            log_q = _one_hot_log(draft_tokens[sequence, index, None], log_p)
-        else:
-            log_q = resize(q.at(sequence, index).log_prob(), size)
-        residual = log_residual(log_sp, log_q)
-        found = residual.amax(dim=-1) > -torch.inf
-        empty[sequence] = rejected[sequence] & ~found
-        found &= rejected[sequence]
-        log_weights[sequence] = residual if known(found) else torch.where(found[:, None], residual, log_p)
+    again where that residual is empty [B] bool; None: nowhere."""
+    size, batch = p.logits.shape[-1], torch.arange(len(rejected), device=rejected.device)
+    parts, empty = [], None
+    for part in chunks(batch, size):
+        weights = log_p = p.log_prob_at(part, num_accepted[part])
+        for some in those(rejected[part], size) if draft_tokens.shape[1] else ():
+            every = len(some) == len(part)
+            sequence = part[some]
+            index = num_accepted[sequence]
+            log_p = log_p if every else log_p[some]
+            log_sp = log_p if prefix is None else log_p + prefix[sequence, index, None].log()
+            index = index.clamp(max=draft_tokens.shape[1] - 1)
+            if q is None:
+                log_q = _one_hot_log(draft_tokens[sequence, index, None], log_p)
+            else:
+                log_q = resize(q.log_prob_at(sequence, index), size)
+            residual = log_residual(log_sp, log_q)
+            found = residual.amax(dim=-1) > -torch.inf
+            if not known(found):
+                empty = torch.zeros_like(rejected) if empty is None else empty
+                empty[sequence] = rejected[sequence] & ~found
+                residual = residual.where((found & rejected[sequence])[:, None], log_p)
+            if every:
+                weights = residual
+            else:
+                weights[some] = residual
+        parts.append(weights)
+    log_weights = parts[0] if len(parts) == 1 else torch.cat(parts)
     return log_weights, empty
 
 
@@ -283,7 +316,9 @@ def draw(log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | i
     noise = philox.gumbel(seed, position, origin, stream, mass.shape[-1], first=philox.BLOCK_LEVEL)
     first = (mass + noise).argmax(dim=-1) * DRAW_BLOCK
     ids = first[..., None] + torch.arange(DRAW_BLOCK, device=first.device)
-    inside = log_weights.gather(-1, ids.clamp(max=size - 1)).where(ids < size, -torch.inf)
+    inside = log_weights.gather(-1, ids.clamp(max=size - 1))
+    if size % DRAW_BLOCK:
+        inside = inside.masked_fill_(ids >= size, -torch.inf)
     return first + (inside + philox.gumbel(seed, position, origin, stream, DRAW_BLOCK, first)).argmax(dim=-1)
 
 
@@ -299,7 +334,7 @@ def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, s
     """What each row draws by itself, with noise per token; greedy rows their argmax."""
     if is_all_greedy(p.temperature):
         return p.stats.argmax
-    greedy = p.temperature == 0 if p.temperature is not None else torch.zeros_like(seed, dtype=torch.bool)
+    greedy = p.temperature < GREEDY_BELOW if p.temperature is not None else torch.zeros_like(seed, dtype=torch.bool)
     if p.logits.dim() == 3:
         column = torch.arange(p.logits.shape[1], device=p.logits.device)
         seed, position, greedy = seed[:, None], position[:, None] + column, greedy[:, None]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .jit_draw import choose_block, choose_token, draw_in_two_levels, leave_kept_masses
-from .jit_random import ACCEPT, RESIDUAL, SAMPLE, log1m, uniforms
+from .jit_random import RESIDUAL, SAMPLE, log1m
 from .jit_rows import (
     BLOCK_RESIDUAL_MASS,
     RESIDUAL_MASS,
@@ -30,11 +30,11 @@ from .jit_rows import (
     load_temperature,
     pick,
     read,
-    read_at,
     row_at,
     tile_ids,
     tiles_at,
 )
+from .jit_verify import block_length, store_verdict
 from .records import Status
 
 _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
@@ -50,29 +50,6 @@ def residual_weights(x, y, shifts, inverse_temperature):
     log_p = tl.where(x >= threshold, x * inverse_temperature - p_shift, float("-inf"))
     log_q = tl.where(y >= draft_threshold, y * inverse_temperature - q_shift, float("-inf"))
     return log_p, tl.exp(log_q - log_p)
-
-
-@triton.jit
-def block_length(prefix, mass, length, seed, position, column):
-    """The longest prefix that passes its own test; prefix s and mass r [WIDTH] in lane i, `length` = n."""
-    u = uniforms(seed, position + column - 1, position, ACCEPT)
-    passed = tl.where(column < length, u * (mass + 1 - prefix) < mass, u < prefix)
-    return tl.max(tl.where(passed & (column > 0) & (column <= length), column, 0), axis=0)
-
-
-@triton.jit
-def store_verdict(rows, batch, token, column, count, next_token, flags, lse, inverse_temperature, outputs, width):
-    """Write the accepted ones of the drafts `token` [WIDTH], then the next token, then -1."""
-    tokens, num_accepted, status, logprobs = outputs
-    kept = tl.where(column < count, token, -1)
-    kept = tl.where(column == count, next_token, kept)
-    at, inside = batch * width + column, column < width
-    tl.store(tokens + at, kept, mask=inside)
-    tl.store(num_accepted + batch, count.to(tl.int32))
-    tl.store(status + batch, flags)
-    if logprobs is not None:
-        x = read_at(rows, batch, column, kept)
-        tl.store(logprobs + at, tl.where(kept >= 0, x * inverse_temperature - lse, 0.0), mask=inside)
 
 
 @triton.jit

@@ -13,33 +13,56 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .records import RowStats
+from .records import GREEDY_BELOW, RowStats
 
 CHUNK = 1 << 20  # logits
 
 
 class Rows(NamedTuple):
-    """Distributions: logits, their stats, and the temperature of each sequence."""
+    """Distributions: logits, their stats, and what both say together."""
 
     logits: Tensor  # [B, V] or [B, W, V]
     stats: RowStats  # [B] or [B, W]
     temperature: Tensor | None  # [B]
+    scale: Tensor | None  # [B] 1 / T, 1 for greedy rows, in the dtype of the computation; None: 1
+    filtered: bool  # False: no row has a threshold
+
+    @staticmethod
+    def of(logits: Tensor, stats: RowStats, temperature: Tensor | None) -> "Rows":
+        filtered = not known(stats.threshold == -torch.inf)
+        return Rows(logits, stats, temperature, scale_of(temperature, logits), filtered)
 
     def head(self, width: int) -> "Rows":
         """The first `width` rows of every sequence."""
-        return Rows(self.logits[:, :width], RowStats(*(field[:, :width] for field in self.stats)), self.temperature)
-
-    def at(self, sequence: Tensor, index: Tensor) -> "Rows":
-        """One row for each of N sequences: [N, V]."""
-        stats = RowStats(*(field[sequence, index] for field in self.stats))
-        temperature = None if self.temperature is None else self.temperature[sequence]
-        return Rows(self.logits[sequence, index], stats, temperature)
+        stats = RowStats(*(field[:, :width] for field in self.stats))
+        return self._replace(logits=self.logits[:, :width], stats=stats)
 
     def log_prob(self) -> Tensor:
-        return log_prob(*self)
+        """log prob(v) for whole rows; -inf where filtered out."""
+        return self._log_prob(self.logits, self.stats.lse, self.stats.threshold, self.scale)
+
+    def log_prob_at(self, sequence: Tensor, index: Tensor) -> Tensor:
+        """The same of one row for each of N sequences: [N, V]."""
+        where = sequence, index
+        threshold = self.stats.threshold[where] if self.filtered else self.stats.threshold
+        scale = None if self.scale is None else self.scale[sequence]
+        return self._log_prob(self.logits[where], self.stats.lse[where], threshold, scale)
 
     def log_prob_of(self, tokens: Tensor) -> Tensor:
-        return log_prob_of(self.logits, tokens, self.stats, self.temperature)
+        """The same of one token for each row, or for the first rows of each sequence; -inf for ids outside [0, V)."""
+        ids = tokens.clamp(0, self.logits.shape[-1] - 1)
+        lse, threshold = self.stats.lse, self.stats.threshold
+        if tokens.shape != lse.shape:
+            lse, threshold = lse[:, : tokens.shape[1]], threshold[:, : tokens.shape[1]]
+        one = self.logits.gather(-1, ids[..., None])
+        return self._log_prob(one, lse, threshold, self.scale).squeeze(-1).where(ids == tokens, -torch.inf)
+
+    def _log_prob(self, logits: Tensor, lse: Tensor, threshold: Tensor, scale: Tensor | None) -> Tensor:
+        logits = _computed(logits)
+        log_p = (
+            logits - lse[..., None] if scale is None else (logits * _spread_scale(scale, logits)).sub_(lse[..., None])
+        )
+        return log_p.masked_fill(logits < threshold[..., None], -torch.inf) if self.filtered else log_p
 
 
 def adjusted(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> Tensor:
@@ -70,18 +93,12 @@ def resize(values: Tensor, vocab_size: int, value: float = -torch.inf) -> Tensor
 
 def log_prob(logits: Tensor, stats: RowStats, temperature: Tensor | None) -> Tensor:
     """log prob(v) for whole rows: logits [B, ..., V], stats [B, ...], temperature [B]; -inf where filtered out."""
-    logits = _computed(logits)
-    log_p = _scaled(logits, temperature) - stats.lse[..., None]
-    if logits.shape[-1] > 1 and known(stats.threshold == -torch.inf):
-        return log_p
-    return log_p.masked_fill(logits < stats.threshold[..., None], -torch.inf)
+    return Rows.of(logits, stats, temperature).log_prob()
 
 
 def log_prob_of(logits: Tensor, tokens: Tensor, stats: RowStats, temperature: Tensor | None) -> Tensor:
     """log prob of one token per row: logits [B, ..., V], tokens [B, ...]; -inf for ids outside [0, V)."""
-    inside = (tokens >= 0) & (tokens < logits.shape[-1])
-    one = logits.gather(-1, tokens.where(inside, 0)[..., None])
-    return log_prob(one, stats, temperature).squeeze(-1).where(inside, -torch.inf)
+    return Rows.of(logits, stats, temperature).log_prob_of(tokens)
 
 
 def row_stats(
@@ -96,7 +113,7 @@ def row_stats(
     rows, size = logits.flatten(0, -2), logits.shape[-1]
     options = [temperature, top_k, top_p, min_p]
     if logits.dim() == 3:
-        options = [None if value is None else value.repeat_interleave(logits.shape[1]) for value in options]
+        options = [None if value is None else value[:, None].expand(logits.shape[:-1]).flatten() for value in options]
     cut = [repeat(None) if value is None else chunks(value, size) for value in options]
     parts = [_row_stats(part, want_argmax, *rest) for part, *rest in zip(chunks(rows, size), *cut, strict=False)]
     fields = zip(*parts, strict=True)
@@ -112,30 +129,34 @@ def _row_stats(
     min_p: Tensor | None,
 ) -> RowStats:
     logits = _computed(logits)
-    if want_argmax or not is_never_greedy(temperature):
+    never_greedy = is_never_greedy(temperature)
+    scale = scale_of(temperature, logits)
+    if want_argmax or not never_greedy:
         maximum, argmax = logits.max(dim=-1)
     else:
         maximum = logits.amax(dim=-1)
         argmax = torch.zeros_like(maximum, dtype=torch.int64)
-    kept = _scaled(logits, temperature)
+    unfiltered = top_k is top_p is min_p is None
     threshold = torch.full_like(maximum, -torch.inf)
     if top_k is not None or top_p is not None:
-        threshold = _rank_threshold(logits, temperature, top_k, top_p)
+        threshold = _rank_threshold(logits, scale, top_k, top_p)
     if min_p is not None:
         # prob >= min_p * max prob  <=>  logit >= max + T log(min_p)
         log_min_p = torch.log(min_p.to(maximum.dtype))
-        threshold = torch.maximum(threshold, maximum + log_min_p / _inverse(temperature, log_min_p))
-    if temperature is not None:  # greedy rows have the lse of all their logits
-        threshold = threshold.where(temperature != 0, -torch.inf)
-    if not (top_k is top_p is min_p is None or known(threshold == -torch.inf)):
+        threshold = torch.maximum(threshold, maximum + (log_min_p if scale is None else log_min_p / scale))
+    if not (unfiltered or never_greedy) and temperature is not None:  # greedy rows have the lse of all their logits
+        threshold = threshold.where(temperature >= GREEDY_BELOW, -torch.inf)
+    kept = logits if scale is None else logits * scale[:, None]
+    if not (unfiltered or known(threshold == -torch.inf)):
         kept = kept.masked_fill(logits < threshold[..., None], -torch.inf)
-    lse = log_sum_exp(kept).where(maximum < torch.inf, torch.nan)  # NaN for +inf and NaN alike
-    if temperature is not None:
-        threshold = threshold.where(temperature != 0, maximum)
+    peak = maximum if scale is None else maximum * scale  # which is kept
+    lse = log_sum_exp(kept, peak).where(maximum < torch.inf, torch.nan)  # NaN for +inf and NaN alike
+    if not never_greedy and temperature is not None:
+        threshold = threshold.where(temperature >= GREEDY_BELOW, maximum)
     return RowStats(threshold, lse, argmax)
 
 
-def _rank_threshold(logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+def _rank_threshold(logits: Tensor, scale: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """The smallest logit [R] that top-k and then top-p keep; -inf where both are off."""
     ordered = logits.sort(dim=-1, descending=True).values
     threshold = torch.full_like(ordered[:, :1], -torch.inf)
@@ -144,7 +165,8 @@ def _rank_threshold(logits: Tensor, temperature: Tensor | None, top_k: Tensor | 
         rank = top_k[:, None].where(on, 1).long() - 1
         threshold = ordered.gather(-1, rank).where(on, -torch.inf)
     if top_p is not None:
-        scaled = _scaled(ordered, temperature).masked_fill(ordered < threshold, -torch.inf)
+        scaled = ordered if scale is None else ordered * scale[:, None]
+        scaled = scaled.masked_fill(ordered < threshold, -torch.inf)
         probs = scaled.softmax(dim=-1, dtype=torch.float64)
         bound = top_p.to(probs.dtype)[:, None]
         last = ((probs.cumsum(dim=-1) - probs < bound).sum(dim=-1, keepdim=True) - 1).clamp(min=0)
@@ -157,19 +179,19 @@ def _computed(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """logits / T: [B, ..., V] with T [B]; greedy rows as they are."""
+def scale_of(temperature: Tensor | None, logits: Tensor) -> Tensor | None:
+    """1 / T [B], and 1 for greedy rows, in the dtype in which `logits` are computed with; None where all are 1."""
     if temperature is None or known(temperature == 1):
-        return logits
-    return logits * _inverse(temperature, logits)
+        return None
+    temperature = temperature.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    if not is_never_greedy(temperature):
+        temperature = temperature.masked_fill(temperature < GREEDY_BELOW, 1)
+    return temperature.reciprocal()
 
 
-def _inverse(temperature: Tensor | None, like: Tensor) -> Tensor:
-    """1 / T, and 1 for greedy rows: [B] -> [B, 1, ...] to broadcast against `like` [B, ...], in its dtype."""
-    if temperature is None:
-        return torch.ones_like(like)
-    temperature = temperature.to(like.dtype).reshape(-1, *[1] * (like.dim() - 1))
-    return 1 / temperature.masked_fill(temperature == 0, 1)
+def _spread_scale(scale: Tensor, like: Tensor) -> Tensor:
+    """[B] -> [B, 1, ...] to broadcast against `like` [B, ...]."""
+    return scale.view(-1, *[1] * (like.dim() - 1))
 
 
 def exp_(values: Tensor) -> Tensor:
@@ -180,11 +202,11 @@ def exp_(values: Tensor) -> Tensor:
     return values.exp_()
 
 
-def log_sum_exp(values: Tensor) -> Tensor:
-    """[..., V] -> [...], as torch.logsumexp."""
-    peak = values.amax(dim=-1, keepdim=True)
-    peak = peak.where(peak.abs() != torch.inf, 0)
-    return exp_(values - peak).sum(dim=-1).log_().add_(peak.squeeze(-1))
+def log_sum_exp(values: Tensor, peak: Tensor | None = None) -> Tensor:
+    """[..., V] -> [...], as torch.logsumexp; `peak` is their maximum, if it is known."""
+    peak = values.amax(dim=-1) if peak is None else peak
+    peak = peak.masked_fill(peak.abs() == torch.inf, 0)
+    return exp_(values - peak[..., None]).sum(dim=-1).log_().add_(peak)
 
 
 def finite(values: Tensor) -> Tensor:
@@ -199,12 +221,12 @@ def known(condition: Tensor) -> bool:
 
 def is_all_greedy(temperature: Tensor | None) -> bool:
     """True only where that is known."""
-    return temperature is not None and known(temperature == 0)
+    return temperature is not None and known(temperature < GREEDY_BELOW)
 
 
 def is_never_greedy(temperature: Tensor | None) -> bool:
     """True only where that is known."""
-    return temperature is None or known(temperature != 0)
+    return temperature is None or known(temperature >= GREEDY_BELOW)
 
 
 def chunks(values: Tensor, size: int) -> Sequence[Tensor]:

@@ -21,31 +21,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_draw import draw_in_two_levels, draw_kept, leave_kept_masses, leave_winner
-from .jit_filters import filter_row, leave_sample
+from .jit_draw import draw_in_two_levels, leave_kept_masses, leave_winner
+from .jit_filters import leave_sample
 from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
 from .jit_rows import (
-    ARGMAX,
     HEAT,
-    MASS,
-    NO_ID,
-    PEAK,
-    ROW_ENTROPY,
     ROW_LSE,
     ROW_PENDING,
     ROW_PREFIX,
     ROW_THRESHOLD,
-    ROW_WINNER,
-    VALUE,
-    WINNER,
     arrive,
     as_int,
-    fetch,
-    fetch_stats,
-    finite,
     leave_stats,
     load_temperature,
-    log_sum_exp,
     pick,
     read,
     read_at,
@@ -53,115 +41,23 @@ from .jit_rows import (
     tile_heat,
     tile_ids,
     tiles_at,
-    total_mass,
-    vocab_size_of,
+)
+from .jit_verify import (
+    block_length,
+    draft_prefix,
+    fetch_filtered_rows,
+    fetch_rows,
+    fit_drafts,
+    leave_filtered_row,
+    store_verdict,
 )
 from .records import RowStats, Status, Verdict
-from .residual import block_length, residual_kernel, store_verdict
+from .residual import residual_kernel
 from .row_stats import is_filtered, row_arguments, row_stats, shape_arguments, view, vocabulary_view
 
 _NAN_TARGET = tl.constexpr(int(Status.NAN_TARGET))
 _EMPTY_TARGET = tl.constexpr(int(Status.EMPTY_TARGET))
-_INVALID_DRAFT = tl.constexpr(int(Status.INVALID_DRAFT))
-_ZERO_DRAFT_PROB = tl.constexpr(int(Status.ZERO_DRAFT_PROB))
 _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
-
-
-@triton.jit
-def _leave_filtered_row(
-    target, batch, column, row, memory, inverse_temperature, greedy, filters, noise,
-    METHOD: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Leave what the sequence will ask of a filtered row: threshold, lse, own token, entropy."""
-    best, total, own = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
-    threshold, total = filter_row(
-        target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT
-    )
-    if METHOD == "coupled":
-        if not greedy:
-            own = draw_kept(target, batch, column, threshold, best, inverse_temperature, noise, BLOCKS, BLOCK)
-    if METHOD == "typical":
-        heat = tl.zeros([], tl.float32)
-        for tile in range(tl.cdiv(vocab_size_of(target), BLOCKS * BLOCK)):
-            x = read(target, batch, column, tile_ids(tile, BLOCKS, BLOCK))
-            heat += tile_heat(tl.where(x >= threshold, x, float("-inf")), best, inverse_temperature)
-        tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - heat / total)
-    tl.store(row_at(memory, ROW_THRESHOLD, row), threshold)
-    tl.store(row_at(memory, ROW_LSE, row), log_sum_exp(best, total, inverse_temperature))
-    tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)
-
-
-@triton.jit
-def _fetch_filtered_rows(row, inside, memory):
-    """Threshold, lse, own token and entropy of the rows [WIDTH] of a sequence."""
-    threshold = fetch(row_at(memory, ROW_THRESHOLD, row), inside, 0.0)
-    lse = fetch(row_at(memory, ROW_LSE, row), inside, float("-inf"))
-    own = fetch(as_int(row_at(memory, ROW_WINNER, row)), inside, -1)
-    return threshold, lse, own, fetch(row_at(memory, ROW_ENTROPY, row), inside, 0.0)
-
-
-@triton.jit
-def _fetch_rows(row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD: tl.constexpr, MASSES: tl.constexpr,
-                NUM_TILES: tl.constexpr):  # fmt: skip
-    """The same of unfiltered rows, from their tiles. x_left_out [WIDTH]: the logit of the token that is not in them."""
-    row, tile = row[:, None], tl.arange(0, NUM_TILES)[None, :]
-    known = inside[:, None] & (tile < memory[2])
-    peak = fetch(tiles_at(memory, PEAK, row) + tile, known, float("-inf"))
-    best = tl.maximum(tl.max(peak, axis=1), x_left_out)
-    entropy = tl.zeros_like(best)
-    if MASSES:
-        mass = fetch(tiles_at(memory, MASS, row) + tile, known, 0.0)
-        total = total_mass(peak, mass, best[:, None], inverse_temperature, 1)
-        total += tl.exp((x_left_out - finite(best)) * inverse_temperature)
-        if METHOD == "typical":
-            heat = fetch(tiles_at(memory, HEAT, row) + tile, known, 0.0)
-            cooler = tl.where(mass > 0, (peak - best[:, None]) * inverse_temperature, 0.0)
-            heat = tl.sum(tl.exp(cooler) * (heat + mass * cooler), axis=1)
-            entropy = tl.log(total) - heat / total
-    else:
-        total = tl.where(best == float("-inf"), 0.0, 1.0)  # only whether there is a distribution
-    own = tl.zeros_like(best).to(tl.int32)
-    if greedy:
-        argmax = fetch(as_int(tiles_at(memory, ARGMAX, row)) + tile, known, NO_ID)
-        own = tl.min(tl.where(peak == best[:, None], argmax, NO_ID), axis=1)
-    else:
-        if METHOD == "coupled":
-            value = fetch(tiles_at(memory, VALUE, row) + tile, known, float("-inf"))
-            winner = fetch(as_int(tiles_at(memory, WINNER, row)) + tile, known, NO_ID)
-            value += tl.where(value > float("-inf"), (peak - best[:, None]) * inverse_temperature, 0.0)
-            own = tl.min(tl.where(value == tl.max(value, axis=1)[:, None], winner, NO_ID), axis=1)
-    threshold = tl.full(best.shape, float("-inf"), tl.float32)
-    return threshold, log_sum_exp(best, total, inverse_temperature), own, entropy
-
-
-@triton.jit
-def _fit_drafts(token, lse, draft, draft_threshold, draft_lse, batch, column, num_drafts, inverse_temperature, greedy):
-    """Per draft [WIDTH]: whether it can be tested at all, q of its token (1 for one-hot drafts), and its flags."""
-    inside = column < num_drafts
-    testable = inside & (token >= 0) & (tl.abs(lse) < float("inf"))
-    fit, q, flags = testable, tl.full(lse.shape, 1.0, tl.float32), tl.zeros_like(token).to(tl.int32)
-    if draft_lse is not None:
-        at = batch * num_drafts + column
-        q_lse = tl.load(draft_lse + at, mask=inside, other=0.0)
-        least = tl.load(draft_threshold + at, mask=inside, other=0.0)
-        y = read_at(draft, batch, column, token)
-        q = tl.where(y >= least, tl.exp(y * inverse_temperature - q_lse), 0.0)
-        valid = tl.abs(q_lse) < float("inf")
-        fit = tl.where(greedy, testable, testable & valid & (q != 0))
-        flags = tl.where(testable & ~fit, tl.where(valid, _ZERO_DRAFT_PROB, _INVALID_DRAFT), 0)
-    return fit, q, flags
-
-
-@triton.jit
-def _prefix(p, q, column, num_drafts):
-    """s [WIDTH]: s_0 = 1, s_i = min(s_{i-1} p(x_i) / q(x_i), 1); p and q of x_i in lane i - 1."""
-    s = tl.full([], 1.0, tl.float32)
-    prefix = tl.full(p.shape, 1.0, tl.float32)
-    for i in range(num_drafts):
-        s = tl.minimum(tl.div_rn(s * pick(p, column == i), pick(q, column == i)), 1.0)
-        prefix = tl.where(column == i + 1, s, prefix)
-    return prefix
 
 
 # On what is specialised, see row_stats_kernel.
@@ -222,9 +118,9 @@ def verify_kernel(
     outputs = (tokens, num_accepted, status, logprobs)
     if FILTERED:
         if arrive(counters + row, num_tiles):
-            _leave_filtered_row(
+            leave_filtered_row(
                 rows, batch, column, row, memory, inverse_temperature, greedy, (top_k, top_p, min_p), noise,
-                METHOD, SHIFT, SAMPLE_SHIFT, NUM_TILES, NUM_BLOCKS, BLOCKS, BLOCK,
+                METHOD, SHIFT, SAMPLE_SHIFT, NUM_TILES, BLOCKS, BLOCK,
             )  # fmt: skip
             if arrive(counters + num_rows + batch, width):
                 _decide(
@@ -255,16 +151,16 @@ def _decide(
     # The rows, and p and q of the drafted tokens.
     x = read_at(rows, batch, column, token)
     if FILTERED:
-        threshold, lse, own, entropy = _fetch_filtered_rows(row, inside, memory)
+        threshold, lse, own, entropy = fetch_filtered_rows(row, inside, memory)
     else:
         x_left_out = tl.full([WIDTH], float("-inf"), tl.float32)
         if LEAVE_OUT:
             x_left_out = tl.where(greedy, x_left_out, x)
-        threshold, lse, own, entropy = _fetch_rows(
+        threshold, lse, own, entropy = fetch_rows(
             row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, MASSES, NUM_TILES
         )
     p = tl.where((x >= threshold) & (x > float("-inf")), tl.exp(x * inverse_temperature - lse), 0.0)
-    fit, q, flags = _fit_drafts(
+    fit, q, flags = fit_drafts(
         token, lse, draft, draft_threshold, draft_lse, batch, column, num_drafts, inverse_temperature, greedy
     )
 
@@ -280,7 +176,7 @@ def _decide(
     deferred = count < 0
     if METHOD == "block":
         length = tl.min(tl.where(fit, num_drafts, column), axis=0)
-        prefix = _prefix(p, q, column, num_drafts)
+        prefix = draft_prefix(p, q, column, num_drafts)
         if draft_lse is None:
             mass = prefix * (1 - p)  # of max(s p - one-hot, 0), which is s - s p(x)
             count = tl.where(greedy, count, block_length(prefix, mass, length, seed, first, column))

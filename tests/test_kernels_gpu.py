@@ -1,5 +1,7 @@
 """The kernels compiled and on a GPU, against the torch twin on the CPU: `pytest -m gpu`."""
 
+from itertools import product
+
 import pytest
 import torch
 from kernel_cases import (
@@ -12,15 +14,19 @@ from kernel_cases import (
     check_verify,
     lay_out,
     random_cases,
+    random_filters,
     random_logits,
     random_rows,
+    random_words,
     temperatures,
     to_device,
     verify_case,
 )
 from torch import Tensor
+from triton import knobs
 
 from engine.kernels import ops, reference
+from engine.kernels.warmup import warmup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 
@@ -44,6 +50,44 @@ def test_verdicts_equal_the_twin(vocab_size: int, dtype: torch.dtype, kind: str)
     check_verify(case, device="cuda")
 
 
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
+@pytest.mark.parametrize("vocab_size", [40, 5_000, 151_936])
+@pytest.mark.parametrize("kind", ["full", "one-hot"])
+@pytest.mark.parametrize("method", ops.METHODS)
+def test_every_method_equals_the_twin(method: str, kind: str, vocab_size: int, filtered: bool) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    case = verify_case(generator, 8, 4, vocab_size, vocab_size if kind == "full" else None, torch.bfloat16)
+    options = random_filters(generator, 8, vocab_size) | random_words(generator, 8, vocab_size) if filtered else {}
+    check_verify(case, device="cuda", **options, method=method, return_logprobs=True)
+
+
+@pytest.mark.parametrize("vocab_size", [32_000, 151_936])
+@pytest.mark.parametrize("scale", [0.3, 3.0], ids=["flat", "peaked"])
+def test_filtered_rows_equal_the_twin(vocab_size: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (random_logits(generator, 16, 4, vocab_size) * scale).bfloat16()
+    filters = random_filters(generator, 16, vocab_size)
+    check_row_stats(logits, temperatures(16), device="cuda", **filters)
+    check_sample(logits, temperatures(16), device="cuda", **filters, **random_rows(16, generator))
+
+
+def test_nothing_compiles_after_a_warm_up() -> None:
+    """Whatever batch and number of drafts come, with filters and without."""
+    warmup(32_000, 4, torch.bfloat16, "cuda", ops.METHODS, 32_000, filters=True)
+    compiled: list[object] = []
+    hook, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **kwargs: compiled.append(1)
+    try:
+        for batch, num_drafts, method in product((1, 3, 16), (0, 1, 4), ops.METHODS):
+            generator = torch.Generator().manual_seed(batch)
+            case = verify_case(generator, batch, num_drafts, 32_000, 32_000, torch.bfloat16)
+            for options in ({}, random_filters(generator, batch, 32_000)):
+                case_on_gpu = {name: to_device(value, "cuda") for name, value in (case | options).items()}
+                ops.verify(**case_on_gpu, method=method)
+    finally:
+        knobs.runtime.jit_post_compile_hook = hook
+    assert not compiled
+
+
 def test_equal_seeds_give_equal_tokens() -> None:
     for case in random_cases(10_000):
         check_verify(case, device="cuda")
@@ -61,14 +105,16 @@ def test_rows_without_a_distribution(bad: float) -> None:
 
 def test_dispatch_uses_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr("engine.kernels.row_stats.row_stats", lambda *args: called.append("triton"))
+    monkeypatch.setattr("engine.kernels.row_stats.row_stats", lambda *args, **kwargs: called.append("triton"))
     ops.row_stats(torch.zeros(2, 5, device="cuda"))
     assert called == ["triton"]
 
 
+@pytest.mark.parametrize("method", ops.METHODS)
 @pytest.mark.parametrize("num_drafts", [0, 4])
-def test_a_captured_graph_replays_on_new_inputs(num_drafts: int) -> None:
+def test_a_captured_graph_replays_on_new_inputs(num_drafts: int, method: str) -> None:
     """No synchronisation and no allocation that depends on data: one graph serves every later round."""
+    warmup(32_000, num_drafts, torch.bfloat16, "cuda", (method,), 32_000)
     cases = [
         verify_case(torch.Generator().manual_seed(seed), 8, num_drafts, 32_000, 32_000, torch.bfloat16)
         for seed in range(3)
@@ -77,17 +123,17 @@ def test_a_captured_graph_replays_on_new_inputs(num_drafts: int) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        ops.verify(**static)  # compiles
+        ops.verify(**static, method=method)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        verdict = ops.verify(**static)
+        verdict = ops.verify(**static, method=method)
     for case in cases[1:]:
         for name, value in case.items():
             static[name].copy_(value)
         graph.replay()
         torch.cuda.synchronize()
-        assert_verdicts_equal(verdict, reference.verify(**case))
+        assert_verdicts_equal(verdict, reference.verify(**case, method=method))
 
 
 def test_neighbours_do_not_matter() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kernel_cases import (
     DEVICE,
     DTYPES,
@@ -177,6 +179,16 @@ def test_greedy_rows_among_sampled_ones() -> None:
     check_verify(case, draft_logits=None)
 
 
+def test_tiny_temperatures_are_greedy() -> None:
+    """logit / T would overflow, and nothing would be emitted."""
+    case = verify_case(generator(18), 4, 2, 300)
+    case["temperature"] = torch.tensor([1e-36, 9e-6, 0.0, 1.1e-5])
+    case["target_logits"] *= 1_000
+    for method in METHODS:
+        verdict = check_verify(case, method=method)
+        assert (verdict.tokens[:, 0] >= 0).all() and (verdict.status == 0).all()
+
+
 def test_target_rows_without_a_distribution() -> None:
     """NaN, +inf and all -inf in the row that decides, in one before it and in one never reached."""
     for bad, flag in (
@@ -311,6 +323,37 @@ def test_equal_seeds_give_equal_samples(count: int) -> None:
         rows = to_device_case(dict(logits=logits) | random_rows(40, rng))
         want = reference.sample(logits, **{name: rows[name].cpu() for name in ("seed", "position")})
         assert torch.equal(sample(**rows).tokens.cpu(), want.tokens)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**31),
+    batch=st.integers(1, 4),
+    num_drafts=st.integers(0, 4),
+    vocab_size=st.one_of(st.integers(1, 40), st.integers(1_000, 1_050), st.integers(2_000, 9_000)),
+    other_vocab=st.one_of(st.none(), st.integers(-3, 3)),  # larger or smaller by so much; None: one-hot drafts
+    dtype=st.sampled_from(DTYPES),
+    method=st.sampled_from(METHODS),
+    filtered=st.booleans(),
+    words=st.booleans(),
+)
+def test_any_shape(
+    seed: int,
+    batch: int,
+    num_drafts: int,
+    vocab_size: int,
+    other_vocab: int | None,
+    dtype: torch.dtype,
+    method: str,
+    filtered: bool,
+    words: bool,
+) -> None:
+    rng = generator(seed)
+    draft_vocab = None if other_vocab is None else max(1, vocab_size + other_vocab)
+    case = verify_case(rng, batch, num_drafts, vocab_size, draft_vocab, dtype)
+    options = random_filters(rng, batch, vocab_size) if filtered else {}
+    options |= random_words(rng, batch, vocab_size) if words else {}
+    check_verify(case, **options, method=method, return_logprobs=True)
 
 
 def to_device_case(case: Case) -> Case:
