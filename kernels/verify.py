@@ -98,7 +98,8 @@ def verify_kernel(
     ids = tile_ids(tile, BLOCKS, BLOCK)
     x = read(rows, batch, column, ids)
     if LEAVE_OUT:
-        left_out = tl.load(draft_tokens + row - batch, mask=(column < width - 1) & (not greedy), other=-1).to(tl.int32)
+        left_out = tl.load(draft_tokens + row - batch, mask=(column < width - 1) & (not greedy), other=-1)
+        left_out = tl.where(left_out < target[1], left_out, -1).to(tl.int32)
         x = tl.where(ids == left_out, float("-inf"), x)
     peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
     if FILTERED:

@@ -133,6 +133,14 @@ def test_vocabularies_of_different_size(sizes: tuple[int, int]) -> None:
     check_verify(case, draft_logits=None)
 
 
+def test_draft_ids_beyond_32_bits() -> None:
+    """An id that no vocabulary has is rejected like any other, and takes no token out of the residual."""
+    case = verify_case(generator(19), 12, 2, 4)
+    case["draft_tokens"] = torch.full((12, 2), 2**32 + 1)
+    for method in METHODS:
+        check_verify(case, method=method)
+
+
 def test_stats_of_the_drafts_given_or_not() -> None:
     """A drafter that samples with `sample` hands its stats over, and nothing changes."""
     case = to_device_case(verify_case(generator(4), 8, 3, 500, 500))
