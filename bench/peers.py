@@ -13,6 +13,7 @@ import importlib
 import inspect
 import itertools
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +28,7 @@ from bench.textbook import textbook
 Emitted = list[list[int]]  # per row: accepted drafts, then the next token
 
 
-class Peer:
+class Peer(ABC):
     """One way to verify, by somebody else."""
 
     name: str
@@ -52,9 +53,9 @@ class Peer:
         except PackageNotFoundError:
             return None
 
+    @abstractmethod
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], Any]:
         """A call without arguments that verifies once; its result is for `emitted`."""
-        raise NotImplementedError
 
     def emitted(self, result: Any) -> Emitted:
         """The tokens of a result. Here: of a tensor [B, K+1], padded with -1."""

@@ -7,7 +7,8 @@ drafter's, both after logit bias, token mask, temperature and filters.
 - block: Sun et al., arXiv 2403.10444
 - coupled: Daliri et al., arXiv 2408.07978
 - typical: Cai et al. (Medusa), arXiv 2401.10774; the only one that is not lossless
-- drawing by argmax(log weight + Gumbel noise): Gumbel 1954; Maddison et al., arXiv 1411.0030
+
+The rows are in rows.py, the draws in draw.py, the random numbers in philox.py.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import philox, rows
-from .records import DRAW_BLOCK, GREEDY_BELOW, Draws, RowStats, Status, Verdict
+from .draw import draw, draw_by_token
+from .records import GREEDY_BELOW, Draws, RowStats, Status, Verdict
 from .rows import (
     Rows,
     chunks,
@@ -28,7 +30,6 @@ from .rows import (
     is_all_greedy,
     is_never_greedy,
     known,
-    log_sum_exp,
     resize,
     those,
 )
@@ -293,41 +294,6 @@ def log_residual(log_p: Tensor, log_q: Tensor) -> Tensor:
     ratio = exp_(log_q - log_p)  # NaN where both are 0
     log_r = ratio.neg_().log1p_().add_(log_p)  # NaN where q > p
     return log_r.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-
-
-def draw_by_token(
-    log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int
-) -> Tensor:
-    """One id per row with probability proportional to exp(log_weights): log_weights [..., V] -> [...] int64.
-
-    Every token has its own noise, so that two rows that are close draw the same token as often as they can.
-    """
-    noise = philox.gumbel(seed, position, origin, stream, log_weights.shape[-1])
-    return (log_weights + noise).argmax(dim=-1)
-
-
-def draw(log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int) -> Tensor:
-    """As `draw_by_token`, in two levels: first a block of DRAW_BLOCK tokens by its mass, then a token inside it. Costs
-    noise for one block instead of all of them, and where there is only one block it draws the same tokens."""
-    size = log_weights.shape[-1]
-    if size <= DRAW_BLOCK:
-        return draw_by_token(log_weights, seed, position, origin, stream)
-    mass = _log_block_mass(log_weights)
-    noise = philox.gumbel(seed, position, origin, stream, mass.shape[-1], first=philox.BLOCK_LEVEL)
-    first = (mass + noise).argmax(dim=-1) * DRAW_BLOCK
-    ids = first[..., None] + torch.arange(DRAW_BLOCK, device=first.device)
-    inside = log_weights.gather(-1, ids.clamp(max=size - 1))
-    if size % DRAW_BLOCK:
-        inside = inside.masked_fill_(ids >= size, -torch.inf)
-    return first + (inside + philox.gumbel(seed, position, origin, stream, DRAW_BLOCK, first)).argmax(dim=-1)
-
-
-def _log_block_mass(log_weights: Tensor) -> Tensor:
-    """log of the sum of each block of DRAW_BLOCK weights; the last may be shorter: [..., V] -> [..., blocks]."""
-    size = log_weights.shape[-1]
-    whole = size - size % DRAW_BLOCK
-    mass = log_sum_exp(log_weights[..., :whole].unflatten(-1, (-1, DRAW_BLOCK)))
-    return mass if whole == size else torch.cat([mass, log_sum_exp(log_weights[..., None, whole:])], dim=-1)
 
 
 def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, stream: int) -> Tensor:
