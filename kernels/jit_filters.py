@@ -119,6 +119,22 @@ def _collect(rows, batch, column, candidates, low, high, best, inverse_temperatu
 
 
 @triton.jit
+def _collect_around(rows, batch, column, x, candidates, best, total, inverse_temperature, wanted, lowest, highest,
+                    leave_top, SCALE: tl.constexpr, SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
+    """`_collect` from the bracket that the sample x gives; unless `leave_top`, with all that lies above it."""
+    low = _sampled_bound(x, inverse_temperature, best, total, wanted, lowest, highest, SCALE, 1, SHIFT, BY_COUNT)
+    high = highest
+    if leave_top:
+        high = 1 + _sampled_bound(
+            x, inverse_temperature, best, total, wanted, lowest, highest, SCALE, -1, SHIFT, BY_COUNT
+        )
+        high = tl.minimum(tl.maximum(high, low + 1), highest)
+    return _collect(
+        rows, batch, column, candidates, low, high, best, inverse_temperature, wanted, lowest, highest, SHIFT, BY_COUNT
+    )
+
+
+@triton.jit
 def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted,
            SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
     """The largest key in [low, high) at or above which there is enough, and the mass there."""
@@ -190,17 +206,9 @@ def find_threshold(
         if k > 0:
             wanted = k.to(tl.float32)
             if not whole:
-                low = _sampled_bound(
-                    x, inverse_temperature, best, total, wanted, lowest, highest, scale, 1, SHIFT, True
-                )
-                if k > _CANDIDATES // 4:
-                    high = 1 + _sampled_bound(
-                        x, inverse_temperature, best, total, wanted, lowest, highest, scale, -1, SHIFT, True
-                    )
-                    high = tl.minimum(tl.maximum(high, low + 1), highest)
-                low, high, over, over_mass, found, within_mass = _collect(
-                    rows, batch, column, candidates, low, high, best, inverse_temperature, wanted,
-                    lowest, highest, SHIFT, True,
+                low, high, over, over_mass, found, within_mass = _collect_around(
+                    rows, batch, column, x, candidates, best, total, inverse_temperature, wanted, lowest, highest,
+                    k > _CANDIDATES // 4, scale, SHIFT, True,
                 )  # fmt: skip
             low, mass = _halve(
                 values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, True
@@ -214,16 +222,9 @@ def find_threshold(
             # Go on among what top-k has collected, if that is all that it left.
             collected = (k > 0) & (over == 0) & (found <= _CANDIDATES)
             if not (collected | whole):
-                low = _sampled_bound(
-                    x, inverse_temperature, best, total, wanted, floor, highest, scale, 1, SHIFT, False
-                )
-                high = 1 + _sampled_bound(
-                    x, inverse_temperature, best, total, wanted, floor, highest, scale, -1, SHIFT, False
-                )
-                high = tl.minimum(tl.maximum(high, low + 1), highest)
-                low, high, over, over_mass, found, within_mass = _collect(
-                    rows, batch, column, candidates, low, high, best, inverse_temperature, wanted,
-                    floor, highest, SHIFT, False,
+                low, high, over, over_mass, found, within_mass = _collect_around(
+                    rows, batch, column, x, candidates, best, total, inverse_temperature, wanted, floor, highest,
+                    p < 1, scale, SHIFT, False,
                 )  # fmt: skip
             low, mass = _halve(
                 values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, False
