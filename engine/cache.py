@@ -86,6 +86,7 @@ class RaggedCache(Cache):
         self.ragged_layers = [RaggedLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.ragged_layers))
 
+    @torch.inference_mode()  # buffers are made and filled under it, so only under it can they be written
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens."""
         if length > self.capacity:
@@ -102,9 +103,10 @@ class RaggedCache(Cache):
         write_at = positions.where(valid, self.capacity)
         self.plan = CallPlan(rows, slots[:, None], write_at, min(self.round_up(kv_length), self.capacity))
 
-    def clear(self) -> None:
-        """Forget all K/V. Needed only after NaN, which survives a mask: 0 * NaN is NaN."""
+    @torch.inference_mode()
+    def clear(self, slot: int) -> None:
+        """Forget a row's K/V. Needed only after NaN, which survives a mask: 0 * NaN is NaN."""
         for layer in self.ragged_layers:
             if layer.is_initialized:
-                layer.keys.zero_()
-                layer.values.zero_()
+                layer.keys[slot].zero_()
+                layer.values[slot].zero_()

@@ -78,7 +78,7 @@ class EngineConfig:
     """How the engine runs; the arguments of `engine.load` that are not objects.
 
     Attributes:
-        num_draft_tokens: tokens proposed in a round, >= 0.
+        num_draft_tokens: tokens proposed in a round, >= 0; "auto": chosen while running, by what it brings.
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
             accepts less, and whose sampled text depends on the seed alone, not on the drafter, K or the batch.
             Temperature 0 is greedy under each.
@@ -91,14 +91,18 @@ class EngineConfig:
         ValueError: naming the field, the value and the rule.
     """
 
-    num_draft_tokens: int = 5
+    num_draft_tokens: int | str = 5
     verification: str = "rejection"
     exact: bool | None = None
     max_batch_size: int = 8
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("num_draft_tokens", self.num_draft_tokens, 0)
+        if isinstance(self.num_draft_tokens, str):
+            if self.num_draft_tokens != "auto":
+                raise ValueError(f"num_draft_tokens must be 'auto' or an int >= 0, got {self.num_draft_tokens!r}")
+        else:
+            check_int("num_draft_tokens", self.num_draft_tokens, 0)
         if self.verification not in VERIFICATION_METHODS:
             methods = ", ".join(VERIFICATION_METHODS)
             raise ValueError(f"verification must be one of {methods}, got {self.verification!r}")

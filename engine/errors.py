@@ -15,13 +15,16 @@ class EngineError(RuntimeError):
 class InvalidLogitsError(EngineError):
     """The target returned logits with NaN or +inf, or nothing but -inf: there is no distribution to draw from.
 
+    Raised when all other prompts have ended: one that fails harms no other.
+
     Attributes:
-        outputs: one entry per prompt, in order: its `Output` where it had ended already, else None.
+        outputs: one entry per prompt, in order: its `Output`, or None where it failed.
+        errors: what happened, by index of the prompt.
     """
 
-    def __init__(self, message: str, outputs: list[Output | None]) -> None:
+    def __init__(self, message: str, outputs: list[Output | None], errors: dict[int, str] | None = None) -> None:
         super().__init__(message)
-        self.outputs = outputs
+        self.outputs, self.errors = outputs, errors or {}
 
 
 class UnsupportedModelError(ValueError):

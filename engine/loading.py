@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
+from . import parallel
 from .config import EngineConfig
 from .drafters import Drafter, DraftModel, NGramDrafter
 from .engine import Engine
-from .support import check_config
+from .packing import pack_linears
+from .support import check_config, vocab_size
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Checkpoint:
 def load(
     target: str | Path | PreTrainedModel,
     drafter: str | Path | PreTrainedModel | Drafter | None = "ngram",
-    num_draft_tokens: int = 5,
+    num_draft_tokens: int | str = 5,
     verification: str = "rejection",
     exact: bool | None = None,
     max_batch_size: int = 8,
@@ -32,6 +35,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     tokenizer: Any = None,
+    tensor_parallel: bool = False,
 ) -> Engine:
     """Make an engine.
 
@@ -39,7 +43,8 @@ def load(
         target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on).
         drafter: "ngram"; None for plain decoding; a hub id, folder or GGUF file of a draft model; a live draft model, which
             must share the target's vocabulary; or an object with `prefill`, `propose` and `observe`.
-        num_draft_tokens: tokens proposed in a round (K), >= 0.
+        num_draft_tokens: tokens proposed in a round (K), >= 0; "auto": as many as promise most tokens per second, from the
+            acceptance and the times of the rounds so far, down to none.
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
             accepts less, and whose sampled text depends on the seed alone, not on the drafter, K or the batch.
             Temperature 0 is greedy under each.
@@ -50,6 +55,9 @@ def load(
         dtype: "auto" (the checkpoint's own; bfloat16 for GGUF), a torch dtype or its name.
         device: "auto" (CUDA if there is one, else CPU; a live model's own), or a torch device.
         tokenizer: of a live model, or to replace the checkpoint's; None: prompts of a live model are token ids.
+        tensor_parallel: spread the target over all processes that torchrun has started, each with a GPU of its own (or, if
+            there is none, on CPUs). Each reads its slices of the weights only. All of them must call `load` and `generate`
+            with the same arguments, and get the same outputs. A draft model is held whole by each.
 
     Raises:
         ValueError: for an argument out of its range, a damaged checkpoint, or a drafter of another vocabulary.
@@ -58,7 +66,8 @@ def load(
         OSError: for a hub id that cannot be had.
     """
     config = EngineConfig(num_draft_tokens, verification, exact, max_batch_size, max_length)
-    dtype, device = _dtype(dtype), _device(device, target)
+    dtype, num_ranks = _dtype(dtype), _num_ranks(tensor_parallel, target, device)
+    device = _device(device, target)
     if isinstance(tokenizer, str | Path):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     if isinstance(drafter, str) and drafter == "ngram":
@@ -68,17 +77,23 @@ def load(
             f"drafter must be 'ngram', None, a hub id, a path, a PreTrainedModel, or have prefill, propose and observe; "
             f"got {type(drafter).__name__}"
         )
-    main = _checkpoint(target, "target", dtype, device, tokenizer)
+    main = _checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
     if isinstance(drafter, str | Path | PreTrainedModel):
         draft = _checkpoint(drafter, "drafter", main.model.dtype, main.model.device, None)
         drafter = DraftModel(draft.model, draft.tokenizer)
     if isinstance(drafter, DraftModel):
         _check_draft_model(main, drafter)
-        drafter.attach(config.max_batch_size, main.model.get_output_embeddings().weight.shape[0])
+        drafter.attach(config.max_batch_size, vocab_size(main.model))
+    parallel.Ranks.of(main.model).require_same(
+        "the arguments of engine.load", (config, main.model.dtype, type(drafter).__name__)
+    )
     return Engine(main.model, main.tokenizer, drafter, config)
 
 
-def _checkpoint(source: Any, role: str, dtype: Any, device: torch.device, tokenizer: Any) -> Checkpoint:
+def _checkpoint(
+    source: Any, role: str, dtype: Any, device: torch.device, tokenizer: Any, num_ranks: int | None = None
+) -> Checkpoint:
+    """Load a model to the device; with `num_ranks`, this rank's slices of it to this rank's device."""
     if isinstance(source, PreTrainedModel):
         return Checkpoint(source, tokenizer)
     if not isinstance(source, str | Path) or not str(source):
@@ -89,15 +104,23 @@ def _checkpoint(source: Any, role: str, dtype: Any, device: torch.device, tokeni
     except (ValueError, KeyError) as error:
         raise ValueError(f"{role} must be a checkpoint that transformers knows, got {source}: {error}") from error
     check_config(config, role)
+    options: dict[str, Any] = {}
+    if num_ranks is not None:
+        parallel.check_divisible(config, num_ranks, role)
+        device = parallel.join()
+        if num_ranks > 1:
+            options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
     try:
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **options)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # safetensors and transformers have many kinds for damaged weights
         raise ValueError(f"{role} must be an intact checkpoint; loading {source} failed: {error}") from error
     if tokenizer is None:
         tokenizer = _tokenizer(location)
-    model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
+    if not options:  # slices are where they belong
+        model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
+        pack_linears(model)
     return Checkpoint(model, tokenizer)
 
 
@@ -165,6 +188,23 @@ def _device(device: Any, target: Any) -> torch.device:
     return wanted or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _num_ranks(tensor_parallel: Any, target: Any, device: Any) -> int | None:
+    """Processes that the target is to be spread over; None without tensor parallelism."""
+    if tensor_parallel not in (True, False):
+        raise ValueError(f"tensor_parallel must be True or False, got {tensor_parallel!r}")
+    if not tensor_parallel:
+        return None
+    if isinstance(target, PreTrainedModel) or str(target).lower().endswith(".gguf"):
+        kind = "a GGUF file" if isinstance(target, str | Path) else f"a live {type(target).__name__}"
+        raise ValueError(
+            f"target must be a hub id or a folder with safetensors, of which each process reads its slices, for "
+            f"tensor_parallel, got {kind}"
+        )
+    if device != "auto":
+        raise ValueError(f"device must be 'auto' for tensor_parallel: each process has its own, got {device!r}")
+    return parallel.world_size()
+
+
 def _check_draft_model(main: Checkpoint, drafter: DraftModel) -> None:
     """Both must give every id the same meaning. Vocabularies may be padded to different sizes.
 
@@ -174,7 +214,7 @@ def _check_draft_model(main: Checkpoint, drafter: DraftModel) -> None:
     model = drafter.model
     if model.device != main.model.device:
         raise ValueError(f"drafter must be on the target's device {main.model.device}, got {model.device}")
-    sizes = [m.get_output_embeddings().weight.shape[0] for m in (main.model, model)]
+    sizes = [vocab_size(m) for m in (main.model, model)]
     if main.tokenizer is None or drafter.tokenizer is None:
         if sizes[0] != sizes[1]:
             raise ValueError(

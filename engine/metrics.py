@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ class Stats:
     new_tokens: int = 0
     draft_tokens: int = 0  # proposed
     accepted_tokens: int = 0
+    prefill_seconds: float = 0.0  # reading the prompt, which it may have shared as well
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # target forward and verification
     total_seconds: float = 0.0
@@ -69,7 +71,7 @@ class Stats:
             "acceptance_per_position",
             "block_efficiency",
         ]
-        names += ["draft_seconds", "verify_seconds", "total_seconds", "tokens_per_second"]
+        names += ["prefill_seconds", "draft_seconds", "verify_seconds", "total_seconds", "tokens_per_second"]
         return {name: getattr(self, name) for name in names}
 
 
@@ -89,10 +91,9 @@ class RoundClock:
         else:
             self._marks.append(time.perf_counter())
 
-    def spans(self) -> list[float]:
-        """Seconds between successive marks. Forgets the marks. The device must have passed the last one."""
+    def take(self) -> Callable[[], list[float]]:
+        """Forget the marks so far. What comes back gives the seconds between them, once the device has passed the last."""
         marks, self._marks = self._marks, []
         if self._cuda:
-            marks[-1].synchronize()
-            return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
-        return [b - a for a, b in itertools.pairwise(marks)]
+            return lambda: [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+        return lambda: [b - a for a, b in itertools.pairwise(marks)]

@@ -1,14 +1,16 @@
 """A stock `transformers` causal language model, called over a ragged batch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .attention import AttentionSwitch
 from .cache import RaggedCache
 from .errors import UnsupportedModelError
-from .support import TESTED, check_supported, context_length
+from .support import TESTED, check_supported, context_length, vocab_size
 
 # Attention over keys that are masked out must not change a bit. On CPU, scaled_dot_product_attention works through the
 # keys in blocks of 512: whole blocks of masked keys are neutral, a shorter last block is not.
@@ -39,10 +41,11 @@ class RaggedModel:
         self.num_slots, self.exact = num_slots, exact
         self.device, self.dtype = model.device, model.dtype
         self.config = model.config.get_text_config()
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size = vocab_size(model)
         self.context_length = context_length(self.config)
         granularity = EXACT_KV_GRANULARITY if exact else KV_GRANULARITY
         self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
+        self._attention = AttentionSwitch(model)
         if self.config.model_type not in TESTED:
             self._probe(role)
 
@@ -77,21 +80,24 @@ class RaggedModel:
         logits = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
         return logits[: self.num_slots - missing, :width]
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, longest: int, rows: slice | Tensor) -> None:
-        """Write the K/V of the first `lengths` tokens of each row.
+    def prefill(self, tokens: Tensor, spans: Sequence[tuple[int, int]], rows: slice | Tensor) -> None:
+        """Write K/V of a part of each row.
 
         Args:
-            tokens: [n, >= longest] int64.
-            lengths: [n] int64.
-            longest: the largest length, known to the host.
-            rows: the n slots. Exact prefill takes one at a time.
+            tokens: [n, >= the largest end] int64.
+            spans: for each row, the first token to read and the one to stop before. Those before have been read. Exact
+                prefill takes one row, from a multiple of EXACT_PREFILL_WIDTH on.
+            rows: the n slots.
         """
-        width = EXACT_PREFILL_WIDTH if self.exact else min(PREFILL_WIDTH, longest)
-        for begin in range(0, longest, max(width, 1)):
-            end = min(begin + width, longest)
-            chunk = torch.nn.functional.pad(tokens[:, begin:end], (0, begin + width - end))
-            start = torch.full_like(lengths, begin)
-            self._call(chunk, start, lengths - begin, rows, kv_length=end, with_head=False)
+        longest = max(end - begin for begin, end in spans)
+        width = EXACT_PREFILL_WIDTH if self.exact else max(min(PREFILL_WIDTH, longest), 1)
+        first, last = (torch.tensor(column, device=self.device) for column in zip(*spans, strict=True))
+        place = torch.arange(width, device=self.device)
+        for done in range(0, longest, width):
+            start = first + done
+            index = (start[:, None] + place).clamp(max=tokens.shape[1] - 1)
+            stop = max(min(begin + done + width, end) for begin, end in spans)
+            self._call(tokens.gather(1, index), start, last - start, rows, kv_length=stop, with_head=False)
 
     def _call(
         self, tokens: Tensor, start: Tensor, num_valid: Tensor, rows: slice | Tensor, kv_length: int, with_head: bool
@@ -109,7 +115,7 @@ class RaggedModel:
             past_key_values=self.cache,
             use_cache=True,
         )
-        with torch.no_grad():
+        with torch.inference_mode(), self._attention.on():
             if with_head:
                 logits: Tensor = self.model(**arguments).logits
                 return logits
@@ -128,7 +134,7 @@ class RaggedModel:
         one = torch.ones(1, dtype=torch.int64, device=self.device)
         self.cache.reserve(tokens.shape[1])
         try:
-            self.prefill(tokens, 3 * one, 3, slice(0, 1))
+            self.prefill(tokens, [(0, 3)], slice(0, 1))
             ragged = self.decode(tokens[:, 3:], 3 * one, 3 * one, slice(0, 1), 6)[0].float()
         except Exception as error:
             raise UnsupportedModelError(

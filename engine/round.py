@@ -1,10 +1,14 @@
 """One round, on the device only: propose, verify, commit. The host reads its packed result, and nothing else."""
 
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
-from .backend import verify
+from .backend import Verdict, verify
 from .drafters.base import Drafter
+from .graphs import Graphs
 from .metrics import RoundClock
 from .model import RaggedModel
 from .state import BatchState, Proposal
@@ -12,25 +16,74 @@ from .state import BatchState, Proposal
 PACKED_EXTRA = 3  # columns after the tokens: number accepted, number proposed, status
 
 
-def run_round(
-    target: RaggedModel,
-    state: BatchState,
-    drafter: Drafter | None,
-    num_draft_tokens: int,
-    verification: str,
-    clock: RoundClock,
-) -> Tensor:
-    """Advance every active row by 1 to K+1 tokens.
+@dataclass
+class Round:
+    """How rounds of an engine are run.
 
-    Returns:
-        [B, K+1 + PACKED_EXTRA] int64: the new tokens (then -1), how many of them were drafted, how many drafts were
-        proposed, and the `Status` bits. Rows that are not active hold nothing of meaning.
+    Each of the two halves is captured as a CUDA graph of its own, if there are graphs, so that the clock can stand between.
     """
-    clock.mark()
-    proposal = Proposal(state.tokens[:, :0])
-    if drafter is not None and num_draft_tokens:
-        proposal = _within_limits(drafter.propose(state, num_draft_tokens), state)
-    clock.mark()
+
+    target: RaggedModel
+    drafter: Drafter | None
+    verification: str
+    clock: RoundClock
+    graphs: Graphs = field(default_factory=lambda: Graphs(None))
+
+    def run(self, state: BatchState, num_draft_tokens: int, trim: Callable[[Proposal], Proposal]) -> Tensor:
+        """Advance every active row by 1 to K+1 tokens.
+
+        Args:
+            trim: cuts what is not worth verifying from a proposal.
+
+        Returns:
+            [B, K+1 + PACKED_EXTRA] int64: the new tokens (then -1), how many of them were drafted, how many drafts were
+            proposed, and the `Status` bits. Rows that are not active hold nothing of meaning.
+        """
+        shape: Hashable = (*state.key, num_draft_tokens)
+        self.clock.mark()
+        proposal = Proposal(state.tokens[:, :0])
+        if self.drafter is not None and num_draft_tokens:
+            proposal = trim(self._propose(shape, state, num_draft_tokens))
+        self.clock.mark()
+        verdict, packed = self._verify(shape, state, proposal)
+        if self.drafter is not None:
+            self.drafter.observe(state, verdict)
+        self.clock.mark()
+        return packed
+
+    def _propose(self, shape: Hashable, state: BatchState, num_draft_tokens: int) -> Proposal:
+        assert self.drafter is not None
+        drafter = self.drafter
+
+        def work() -> Proposal:
+            return _within_limits(drafter.propose(state, num_draft_tokens), state)
+
+        graph_key = getattr(drafter, "graph_key", None)
+        key = graph_key() if graph_key is not None else None
+        if key is None or not self.graphs.enabled:
+            return work()
+        proposal: Proposal = self.graphs.run(("propose", key, shape), work)
+        return proposal
+
+    def _verify(self, shape: Hashable, state: BatchState, proposal: Proposal) -> tuple[Verdict, Tensor]:
+        def work() -> tuple[Verdict, Tensor]:
+            return verify_and_commit(self.target, state, proposal, self.verification)
+
+        if not self.graphs.enabled:
+            return work()
+        # Where the drafts lie is part of the key: a captured drafter always leaves them in the same place.
+        places = tuple(tensor.data_ptr() for tensor in (proposal.tokens, proposal.logits) if tensor is not None)
+        captured = proposal.tokens.shape[1] == 0 or getattr(self.drafter, "graph_key", None) is not None
+        if not captured:
+            return work()
+        result: tuple[Verdict, Tensor] = self.graphs.run(("verify", shape, places), work)
+        return result
+
+
+def verify_and_commit(
+    target: RaggedModel, state: BatchState, proposal: Proposal, verification: str
+) -> tuple[Verdict, Tensor]:
+    """The target's call, the verdict on the drafts, and its tokens in the state; the second is `Round.run`'s result."""
     drafts = proposal.tokens
     num_proposed = (drafts >= 0).long().cumprod(dim=1).sum(dim=1)
     logits = target.decode(
@@ -51,11 +104,8 @@ def run_round(
         method=verification,
     )
     state.commit(verdict)
-    if drafter is not None:
-        drafter.observe(state, verdict)
-    clock.mark()
     extra = torch.stack([verdict.num_accepted.long(), num_proposed, verdict.status.long()], dim=1)
-    return torch.cat([verdict.tokens, extra], dim=1)
+    return verdict, torch.cat([verdict.tokens, extra], dim=1)
 
 
 def _within_limits(proposal: Proposal, state: BatchState) -> Proposal:

@@ -22,7 +22,9 @@ class Request:
     text: TextStream | None  # where text is needed on the way: streaming or stop strings
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None  # why it has no output
     slot: int = -1
+    prefilled: int = 0  # tokens whose K/V is in the cache, before it runs
     started: float = 0.0
     stats: Stats = field(default_factory=Stats)
 
@@ -31,6 +33,15 @@ class Request:
         """Of the text, prompt included."""
         return len(self.prompt) + len(self.token_ids)
 
+    @property
+    def to_prefill(self) -> int:
+        """Tokens to read before it runs: all but the last one, which is pending."""
+        return len(self.prompt) - 1
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
 
 class Scheduler:
     """Gives free slots, lowest first, to waiting requests, first come first served."""
@@ -38,11 +49,12 @@ class Scheduler:
     def __init__(self, requests: Iterable[Request], num_slots: int) -> None:
         self._waiting = deque(requests)
         self._free = list(range(num_slots))
-        self.running: dict[int, Request] = {}  # by slot
+        self.prefilling: dict[int, Request] = {}  # by slot
+        self.running: dict[int, Request] = {}
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self.running)
+        return bool(self._waiting or self.prefilling or self.running)
 
     def admit(self) -> list[Request]:
         """Requests that have just been given a slot, by ascending slot."""
@@ -50,9 +62,13 @@ class Scheduler:
         while self._waiting and self._free:
             request = self._waiting.popleft()
             request.slot = heapq.heappop(self._free)
-            self.running[request.slot] = request
+            self.prefilling[request.slot] = request
             admitted.append(request)
         return admitted
+
+    def start(self, request: Request) -> None:
+        """Its prompt has been read."""
+        self.running[request.slot] = self.prefilling.pop(request.slot)
 
     def release(self, request: Request) -> None:
         """Free the slot of a request that has ended."""

@@ -17,6 +17,9 @@ class Proposal(NamedTuple):
     tokens: Tensor  # [B, K] int64, -1 where a row proposes fewer
     logits: Tensor | None = None  # [B, K, V_draft] raw logits that the tokens were drawn from; None: one-hot
     stats: RowStats | None = None  # of logits, [B, K], if the sampler computed them
+    # [B, K] float32 in [0, 1): how sure the drafter is of each token if those before it stand, on a scale of its own (the
+    # engine learns what it is worth). It decides which drafts "auto" verifies where there are no logits.
+    confidence: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class BatchState:
     rows: slice | Tensor  # the slots that these rows occupy
     max_text_length: int = 0  # no row's text is longer (known to the host, for cutting views)
     max_limit: int = 0  # no row's limit is larger (known to the host, for buffers)
+    prompt_lengths: tuple[int, ...] = ()  # of each row, in a drafter's prefill
     filtered: bool = False  # some row uses top-k, top-p or min-p
     all_greedy: bool = True  # every row has temperature 0
     coupled: bool = False  # verification is "coupled": drafts are drawn with the target's own noise
@@ -58,10 +62,17 @@ class BatchState:
     def select(self, rows: slice | Tensor, **known: Any) -> "BatchState":
         """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64.
 
-        `known` are the fields that the host sets: max_text_length, max_limit, filtered, all_greedy and coupled.
+        `known` are the fields that the host sets: max_text_length, max_limit, prompt_lengths, filtered,
+        all_greedy and coupled.
         """
         cut: dict[str, Any] = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.type is Tensor}
         return replace(self, **cut, **known, rows=rows)
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """All that is not in tensors; work on states of equal keys, cut from one whole, is the same work."""
+        rows = (self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else (-1, self.rows.data_ptr())
+        return (*rows, self.max_text_length, self.filtered, self.all_greedy, self.coupled)
 
     @property
     def active(self) -> Tensor:

@@ -90,6 +90,12 @@ def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
     return {"all": None if layer_types else window}
 
 
+def vocab_size(model: PreTrainedModel) -> int:
+    """Ids that the model has logits for."""
+    head = model.get_output_embeddings()
+    return int(getattr(head, "out_features", None) or head.weight.shape[0])
+
+
 def context_length(config: PretrainedConfig) -> int:
     """Positions that the model was made for.
 

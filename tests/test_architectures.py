@@ -101,7 +101,7 @@ def test_float32_logits_are_close_to_one_plain_call(name: str) -> None:
     lengths = torch.tensor([12, 1, 7])
     tokens = torch.tensor(texts)
     ragged.cache.reserve(CONTEXT)
-    ragged.prefill(tokens, lengths, 12, slice(0, 3))
+    ragged.prefill(tokens, [(0, n) for n in lengths.tolist()], slice(0, 3))
     width = 4
     window = tokens.gather(1, lengths[:, None] + torch.arange(width))
     logits = ragged.decode(window, lengths, torch.tensor([4, 2, 4]), slice(0, 3), 16)

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 import engine
 from engine.detokenize import TextStream
+from engine.scheduler import Request
+from engine.serving import prefill_chunk
 
 TOKENIZER = byte_tokenizer()
 
@@ -227,6 +229,77 @@ def test_nan_logits_are_reported_not_sampled_from(target: PreTrainedModel) -> No
     assert caught.value.outputs[0].token_ids == greedy(target, [4, 5], 2)
     assert caught.value.outputs[1] is None
     assert llm.generate([[6, 7]], _params(8))[0].token_ids == greedy(target, [6, 7], 8)
+
+
+def test_a_prompt_that_fails_harms_no_other(target: PreTrainedModel) -> None:
+    """The logits of one text are NaN, in the middle of a batch; so is its K/V, in a slot that others take over."""
+    prompts = random_prompts(9, seed=5, vocab_size=VOCAB)
+    poison = 3
+
+    def spoil(module: torch.nn.Module, args: object, kwargs: dict, output: object) -> object:
+        ids = kwargs["input_ids"]
+        if ids.shape[0] == 3:  # all slots decode
+            output.logits[(ids == poison).any(dim=1)] = torch.nan
+        return output
+
+    bad = 4
+    prompts = [[token if token != poison else 5 for token in prompt] for prompt in prompts]
+    expected = [greedy(target, prompt, 10) for prompt in prompts]
+    prompts[bad] = [*prompts[bad], poison]
+    good = [i for i in range(9) if poison not in expected[i] and i != bad]
+    assert len(good) >= 6
+    hook = target.register_forward_hook(spoil, with_kwargs=True)
+    try:
+        llm = engine.load(target, drafter=None, max_batch_size=3, exact=True)  # exact: always all slots
+        with pytest.raises(engine.InvalidLogitsError, match="NAN_TARGET") as caught:
+            llm.generate(prompts, _params(10))
+    finally:
+        hook.remove()
+    assert bad in caught.value.errors and f"prompts[{bad}]" in caught.value.errors[bad]
+    for index in range(9):
+        output = caught.value.outputs[index]
+        assert (output is None) == (index in caught.value.errors)
+        assert index not in good or output.token_ids == expected[index]
+
+
+def test_long_prompts_are_read_in_parts_between_the_rounds_of_others(target: PreTrainedModel) -> None:
+    """A row that is running gets its tokens while a long prompt is being read."""
+    plain = tiny("llama", seed=1, vocab_size=VOCAB, max_position_embeddings=9000)
+    llm = engine.load(plain, drafter=None, max_batch_size=2)
+    calls = []
+    hook = plain.model.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    long = [7 + i % 50 for i in range(8000)]
+    outputs = llm.generate([[5, 6], [7, 8], long], [_params(40), _params(3), _params(4)])
+    hook.remove()
+    widths = [shape[1] for shape in calls]
+    first, last = widths.index(512), len(widths) - 1 - widths[::-1].index(512)
+    assert max(widths) == 512 and widths[first : last + 1].count(1) >= 3
+    assert sum(width for width in widths if width > 1) >= 7999
+    assert outputs[0].token_ids == greedy(plain, [5, 6], 40)
+    assert outputs[2].token_ids == greedy(plain, long, 4)
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [([7], 7), ([0, 9], 0), ([100, 100, 100], 100), ([400, 500, 600], 512), ([10, 10, 10, 1000], 10), ([5000], 512)],
+)
+def test_prefill_calls_are_wide_and_little_padded(missing: list[int], expected: int) -> None:
+    requests = [Request(i, [0] * (n + 1), _params(1), 0, 10**6, None) for i, n in enumerate(missing)]
+    group, width = prefill_chunk(requests)
+    assert width == expected
+    assert sum(min(n, width) for n in missing) >= 0.75 * width * len(group)
+
+
+def test_a_thousand_prompts_in_bounded_memory(target: PreTrainedModel, capsys: pytest.CaptureFixture) -> None:
+    prompts = random_prompts(1000, seed=3, vocab_size=VOCAB)
+    llm = engine.load(target, max_batch_size=16, num_draft_tokens="auto")
+    outputs = llm.generate(prompts, _params(3), progress=True)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert outputs[777].token_ids == greedy(target, prompts[777], 3)
+    assert llm._target.cache.ragged_layers[0].keys.shape[0] == 16 and llm._target.cache.capacity <= 64
+    assert "1000/1000" in capsys.readouterr().err
 
 
 def test_a_drafter_with_nan_logits_costs_speed_and_nothing_else(

@@ -121,9 +121,9 @@ def test_rows_do_not_depend_on_slot_or_neighbours() -> None:
         if with_neighbour:
             other = (slot + 1) % 3
             start[other] = 990
-            ragged.prefill(neighbour, start[other : other + 1], 990, slice(other, other + 1))
+            ragged.prefill(neighbour, [(0, 990)], slice(other, other + 1))
         start[slot] = 280
-        ragged.prefill(text, start[slot : slot + 1], 280, slice(slot, slot + 1))
+        ragged.prefill(text, [(0, 280)], slice(slot, slot + 1))
         parts = []
         for width in cuts:
             tokens = torch.zeros(3, width, dtype=torch.int64)

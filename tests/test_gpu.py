@@ -41,7 +41,7 @@ def test_masked_keys_do_not_change_a_bit(target: PreTrainedModel) -> None:
         ragged.cache.reserve(4096)
         start = torch.zeros(4, dtype=torch.int64, device="cuda")
         start[slot] = 290
-        ragged.prefill(text, start[slot : slot + 1], 290, slice(slot, slot + 1))
+        ragged.prefill(text, [(0, 290)], slice(slot, slot + 1))
         tokens = torch.zeros(4, 8, dtype=torch.int64, device="cuda")
         tokens[slot] = text[0, 290:298]
         valid = torch.zeros_like(start)

@@ -10,10 +10,13 @@ class Drafter(Protocol):
     """Proposes tokens for a batch of rows. Everything it needs is in the state; nothing may wait for the device.
 
     A drafter that keeps something per row keeps it per slot: `state.rows` are the slots of a state's rows.
+
+    One that also has `graph_key() -> Hashable | None` is captured in CUDA graphs: the key tells apart whatever `propose`
+    depends on beside the tensors that it reads in place, and None asks for an eager call. `observe` is never captured.
     """
 
     def prefill(self, state: BatchState) -> None:
-        """New rows have taken these slots: their prompts are the first `seq_lens + 1` tokens."""
+        """New rows have taken these slots: their prompts are the first `prompt_lengths` tokens, `seq_lens` + 1."""
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """At most `num_draft_tokens` tokens per row, to follow the pending token.
@@ -25,4 +28,4 @@ class Drafter(Protocol):
         ...
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
-        """The round's outcome; the state has it already."""
+        """A round's outcome, also of one that had no draft; the state has it already."""

@@ -1,5 +1,6 @@
 """Drafting with a smaller language model of the same vocabulary (Leviathan et al., arXiv 2211.17192)."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ class DraftModel:
 
     Its cache follows the target's `seq_lens`: after a round, the K/V of all committed tokens but the last two is in it.
     (The round fed it every draft but its last, so after full acceptance that one is missing.) A round therefore begins by
-    feeding the last two tokens of the text, one of them perhaps again.
+    feeding the last two tokens of the text, one of them perhaps again, and those of rounds in which nothing was drafted.
 
     Args:
         model: the draft model; on the target's device.
@@ -27,6 +28,8 @@ class DraftModel:
         self.model, self.tokenizer = model, tokenizer
         self._ragged: RaggedModel | None = None
         self._shared_vocab_size = 0
+        self._rounds_missed = 0  # since it drafted last; each added a token to a row
+        self._drafting = False
 
     def attach(self, num_slots: int, target_vocab_size: int) -> None:
         """Make a cache for the target's slots; drafts are drawn from ids that both models have."""
@@ -42,15 +45,17 @@ class DraftModel:
     def prefill(self, state: BatchState) -> None:
         """Read the prompts of new rows, but for their pending tokens."""
         self.ragged.cache.reserve(state.max_limit)
-        self.ragged.prefill(state.tokens, state.seq_lens, state.max_text_length - 1, state.rows)
+        self.ragged.prefill(state.tokens, [(0, length - 1) for length in state.prompt_lengths], state.rows)
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw token after token, each row under its own temperature and filters."""
-        # The last two tokens; only one where the text has no more, none in rows that are not active.
-        start = (state.seq_lens - 1).clamp(min=0)
+        # The last two tokens and those missed; fewer where the text has no more, none in rows that are not active.
+        width = min(2 + self._rounds_missed, state.max_text_length)
+        self._rounds_missed, self._drafting = 0, True
+        start = (state.seq_lens + 1 - width).clamp(min=0)
         fed = (state.seq_lens - start + 1) * state.active
-        pair = state.gather(start[:, None] + torch.arange(2, device=start.device))
-        logits = self._decode(state, pair, start, fed, extra=0)
+        ends = state.gather(start[:, None] + torch.arange(width, device=start.device))
+        logits = self._decode(state, ends, start, fed, extra=0)
         last = (fed - 1).clamp(min=0)[:, None, None].expand(-1, -1, logits.shape[-1])
         steps = [self._draw(state, logits.gather(1, last), 0)]
         for step in range(1, num_draft_tokens):
@@ -65,7 +70,14 @@ class DraftModel:
         return Proposal(tokens, torch.cat([logits for _, logits, _ in steps], dim=1), RowStats(*rows))
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
-        """Nothing to do: rolling back is the state's lower `seq_lens`."""
+        """Rolling back is the state's lower `seq_lens`; only rounds without drafts have to be made up for."""
+        if not self._drafting:
+            self._rounds_missed += 1
+        self._drafting = False
+
+    def graph_key(self) -> Hashable | None:
+        """What `propose` depends on beside the state; None: this time it may not be captured."""
+        return None if self._rounds_missed else self.ragged.cache.capacity
 
     def _decode(self, state: BatchState, tokens: Tensor, start: Tensor, valid: Tensor, extra: int) -> Tensor:
         length = state.max_text_length + extra

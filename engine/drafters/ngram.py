@@ -4,6 +4,8 @@ Prompt lookup decoding (Saxena 2023; Yang et al., "Inference with reference", ar
 where the output repeats parts of the prompt or of itself.
 """
 
+from collections.abc import Hashable
+
 import torch
 from torch.nn.functional import pad
 
@@ -44,10 +46,16 @@ class NGramDrafter:
             matched += unbroken
 
         best = (matched * length + place).argmax(dim=1, keepdim=True)
-        found = matched.gather(1, best) >= self.min_ngram
+        context = matched.gather(1, best)
         step = torch.arange(num_draft_tokens, device=text.device)
         tokens = state.gather(best + 1 + step % (end - best).clamp(min=1))
-        return Proposal(tokens.where(found, -1))
+        # If a draft stands, the match is one longer for the next.
+        confidence = 1 - 1 / (context + step + 1)
+        return Proposal(tokens.where(context >= self.min_ngram, -1), confidence=confidence)
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Nothing is kept."""
+
+    def graph_key(self) -> Hashable | None:
+        """Proposals depend on the state alone."""
+        return ()

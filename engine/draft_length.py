@@ -1,0 +1,221 @@
+"""How many tokens to draft: a fixed number, or the one that promises most tokens per second.
+
+With acceptance probabilities a_1, a_2, ... a round that verifies k drafts of each row emits 1 + a_1 + a_1 a_2 + ... tokens
+per row (Leviathan et al., arXiv 2211.17192, equation 1, without their assumption that all a_i are alike) and takes as long
+as a target call of width k + 1, plus drafting. `AdaptiveLength` estimates both from the rounds that it has seen.
+
+Which k is chosen depends on earlier rounds only. `trim` also looks at the drafted tokens, which leaves the target's law alone
+only where they are not random: proposals without logits.
+"""
+
+from collections.abc import Sequence
+
+from .state import Proposal
+
+NUM_BINS = 16  # of confidence, or positions in the draft
+MAX_DRAFT_TOKENS = 15  # "auto" tries no more
+_HALVES_AFTER = 10.0  # a row's acceptance: observations after which one counts half
+_ENGINE_HALVES_AFTER = 200.0  # all rows' together
+_PRIOR_WEIGHT = 4.0  # what is believed beforehand counts as so many observations
+_DRAFT_SLOPE = 0.1  # cost of a further draft as a share of the first, until measured: low, so that it is tried
+_PROBE_AFTER = (2, 32)  # rounds without a draft until one is tried: at first, at most
+
+
+class FixedLength:
+    """Always the same number."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_draft_tokens = num_draft_tokens
+
+    def choose(self, rows: Sequence[int], room: int) -> int:
+        """Tokens to draft in a round of these slots, of which none has place for more than `room`."""
+        return min(self.num_draft_tokens, room)
+
+    def trim(self, proposal: Proposal, rows: Sequence[int]) -> Proposal:
+        """The part of a proposal that is worth verifying."""
+        return proposal
+
+    def begin(self, row: int) -> None:
+        """A new text has taken this slot."""
+
+    def observe(self, row: int, tokens: Sequence[int], accepted: int, proposed: int, asked: int) -> None:
+        """A row's round: the tokens that it emitted; drafts accepted, verified, and asked for."""
+
+    def observe_times(self, num_rows: int, asked: int, width: int, draft_seconds: float, other_seconds: float) -> None:
+        """A round's times: drafting `asked` tokens, and all else, with a target call of this width."""
+
+
+class AdaptiveLength(FixedLength):
+    """`num_draft_tokens="auto"`.
+
+    Args:
+        maximum: largest number of drafts.
+        column_cost: what a further column adds to a target call, as a share of a call of width 1, until it is measured.
+    """
+
+    def __init__(self, maximum: int = MAX_DRAFT_TOKENS, column_cost: float = 0.03) -> None:
+        super().__init__(maximum)
+        self._column_cost = column_cost
+        self._verify: dict[int, Costs] = {}  # by number of rows: seconds over width - 1
+        self._draft: dict[int, Costs] = {}  # seconds over drafts
+        self._all_rows = Acceptance(_ENGINE_HALVES_AFTER)
+        self._rows: dict[int, Acceptance] = {}
+        self._offered: dict[int, tuple[list[int], list[int]]] = {}  # by row: tokens and their bins, before trimming
+        self._without, self._patience = 0, _PROBE_AFTER[0]
+        self._judged_by_confidence = False
+
+    def choose(self, rows: Sequence[int], room: int) -> int:
+        most = min(self.num_draft_tokens, room)
+        if 0 not in self._verify.get(len(rows), ()):
+            return 0  # what plain decoding costs has to be known
+        if self._judged_by_confidence and self._drafting_is_free(len(rows)):
+            return most  # `trim` decides
+        chances = [self._chances(row, range(min(most, NUM_BINS))) for row in rows]
+        best = self._best(chances, len(rows), with_drafting=True)
+        if best or not most:
+            self._without = 0
+            return best
+        # Nothing is learned without drafting, so now and then one token is drafted all the same.
+        self._without += 1
+        if self._without < self._patience:
+            return 0
+        self._without = 0
+        self._patience = min(2 * self._patience, _PROBE_AFTER[1])
+        return 1
+
+    def trim(self, proposal: Proposal, rows: Sequence[int]) -> Proposal:
+        self._offered = {}
+        if proposal.confidence is None or proposal.logits is not None or proposal.tokens.device.type != "cpu":
+            return proposal
+        self._judged_by_confidence = True
+        drafts, bins = proposal.tokens.tolist(), (proposal.confidence * NUM_BINS).long().clamp(0, NUM_BINS - 1).tolist()
+        chances = []
+        for row in rows:
+            count = next((i for i, token in enumerate(drafts[row]) if token < 0), len(drafts[row]))
+            self._offered[row] = drafts[row][:count], bins[row][:count]
+            chances.append(self._chances(row, bins[row][:count]))
+        best = self._best(chances, len(rows), with_drafting=False)
+        return Proposal(proposal.tokens[:, :best])
+
+    def begin(self, row: int) -> None:
+        self._rows[row] = Acceptance(_HALVES_AFTER)
+
+    def observe(self, row: int, tokens: Sequence[int], accepted: int, proposed: int, asked: int) -> None:
+        offered, bins = self._offered.get(row, ((), range(NUM_BINS)))
+        outcomes = [True] * accepted
+        if accepted < proposed:
+            outcomes.append(False)
+        elif accepted < min(len(offered), len(tokens)):
+            # Not verified, but the target's own token says whether it would have stood.
+            outcomes.append(offered[accepted] == tokens[accepted])
+        elif not offered and proposed < asked:
+            outcomes.append(False)  # a draft that did not come costs its column all the same
+        for bin_, stood in zip(bins, outcomes, strict=False):
+            self._rows[row].add(bin_, stood)
+            self._all_rows.add(bin_, stood)
+        if accepted:
+            self._patience = _PROBE_AFTER[0]
+
+    def observe_times(self, num_rows: int, asked: int, width: int, draft_seconds: float, other_seconds: float) -> None:
+        self._verify.setdefault(num_rows, Costs(self._column_cost)).add(width - 1, other_seconds)
+        if asked:
+            self._draft.setdefault(num_rows, Costs(_DRAFT_SLOPE)).add(asked, draft_seconds)
+
+    def _chances(self, row: int, bins: Sequence[int]) -> list[float]:
+        """For drafts in these bins, that each stands if those before it do: the row's own experience, else all rows'."""
+        chances, prior = [], 0.6
+        for bin_ in bins:
+            if self._judged_by_confidence:
+                prior = (bin_ + 0.5) / NUM_BINS
+            # Where positions are the bins, what is not known yet is like the position before.
+            everywhere = self._all_rows.estimate(bin_, prior, _PRIOR_WEIGHT)
+            chances.append(self._rows[row].estimate(bin_, everywhere, _PRIOR_WEIGHT))
+            prior = chances[-1]
+        return chances
+
+    def _best(self, chances: list[list[float]], num_rows: int, *, with_drafting: bool) -> int:
+        """The number of drafts with most expected tokens per second."""
+        verify = self._verify.get(num_rows) or Costs(self._column_cost)
+        draft = self._draft.get(num_rows) if with_drafting else None
+        reach = [1.0] * len(chances)  # that all drafts so far stand
+        tokens, best, best_rate = float(num_rows), 0, 0.0
+        for k in range(max(map(len, chances), default=0) + 1):
+            if k:
+                reach = [r * c[k - 1] if k <= len(c) else 0.0 for r, c in zip(reach, chances, strict=True)]
+                tokens += sum(reach)
+            rate = tokens / (verify.at(k) + (draft.at(k) if draft and k else 0.0))
+            if rate > best_rate:
+                best, best_rate = k, rate
+        return best
+
+    def _drafting_is_free(self, num_rows: int) -> bool:
+        draft, verify = self._draft.get(num_rows), self._verify.get(num_rows)
+        return not draft or not verify or draft.at(self.num_draft_tokens) < 0.05 * verify.at(0)
+
+
+class Acceptance:
+    """How often drafts stood, by bin, with recent ones counting more.
+
+    Args:
+        halves_after: observations of a bin after which an older one counts half.
+    """
+
+    def __init__(self, halves_after: float) -> None:
+        self._keep = 0.5 ** (1 / halves_after)
+        self._stood, self._seen = [0.0] * NUM_BINS, [0.0] * NUM_BINS
+
+    def add(self, bin_: int, stood: bool) -> None:
+        self._stood[bin_] = self._keep * self._stood[bin_] + stood
+        self._seen[bin_] = self._keep * self._seen[bin_] + 1
+
+    def estimate(self, bin_: int, prior: float, weight: float) -> float:
+        """The share that stood, with `weight` imagined observations of `prior`."""
+        return (self._stood[bin_] + weight * prior) / (self._seen[bin_] + weight)
+
+
+class Costs:
+    """Seconds of a kind of work by its size, from what was seen of each size last.
+
+    Sizes that were not seen lie on lines between those that were. What is long out of date corrects itself: it looks
+    cheaper than it is (texts grow), is tried, and is seen again.
+
+    Args:
+        slope: seconds that one more adds, as a share of size 0, while only one size is known.
+    """
+
+    _WEIGHT = 0.15  # of a new observation
+
+    def __init__(self, slope: float) -> None:
+        self._slope = slope
+        self._seconds: dict[int, float] = {}
+        self._fresh: set[int] = set()  # sizes seen once
+
+    def __contains__(self, size: int) -> bool:
+        return size in self._seconds
+
+    def add(self, size: int, seconds: float) -> None:
+        known = self._seconds.get(size)
+        if known is None:
+            self._fresh.add(size)
+        elif size in self._fresh and seconds < known / 2:
+            self._fresh.discard(size)  # the first call had something to set up
+            known = None
+        if known is not None:
+            self._fresh.discard(size)
+            seconds = known + self._WEIGHT * (min(seconds, 3 * known) - known)  # more: something else had the machine
+        self._seconds[size] = seconds
+
+    def at(self, size: int) -> float:
+        """Seconds expected; in units of size 0 before anything is known."""
+        if size in self._seconds:
+            return self._seconds[size]
+        sizes = sorted(self._seconds)
+        if not sizes:
+            return 1 + self._slope * size
+        if len(sizes) == 1:
+            return self._seconds[sizes[0]] * (1 + self._slope * size) / (1 + self._slope * sizes[0])
+        above = next((i for i, known in enumerate(sizes) if known > size), len(sizes))
+        low, high = (sizes[above - 1], sizes[above]) if 0 < above < len(sizes) else (sizes[0], sizes[-1])
+        start = high if size > high else low
+        rise = max(0.0, self._seconds[high] - self._seconds[low]) / (high - low)
+        return max(self._seconds[start] + rise * (size - start), 1e-9)

@@ -1,0 +1,262 @@
+"""The host's loop: prompts into slots, prefill in chunks, rounds, ends.
+
+Where the device runs apart from the host, the packed result of a round is read while the next one is under way: the host
+is then one round behind, and what a row emits after its end is dropped.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backend import FATAL_STATUS, Status
+from .config import EngineConfig
+from .draft_length import FixedLength
+from .metrics import Stats
+from .round import PACKED_EXTRA, Round
+from .scheduler import Request, Scheduler
+from .state import BatchState
+
+logger = logging.getLogger(__name__)
+_FATAL, _INVALID_DRAFT = int(FATAL_STATUS), int(Status.INVALID_DRAFT)  # IntFlag is slow, and asked per row
+PREFILL_TOKENS = 2048  # per step, padding included: running rows wait for no more than this
+
+
+@dataclass
+class Launched:
+    """A round that is under way."""
+
+    packed: Tensor  # on the host, complete when `arrived` has passed
+    arrived: Any  # a CUDA event, or None
+    requests: dict[int, Request]  # by slot
+    asked: int  # drafts
+    begin: float
+    spans: Callable[[], list[float]]  # draft and verify seconds, once the result has arrived
+
+
+class Server:
+    """Runs requests to their ends, as many at a time as there are slots.
+
+    Args:
+        state: a slot for each row.
+        late: read results one round late.
+    """
+
+    def __init__(
+        self,
+        round_: Round,
+        state: BatchState,
+        lengths: FixedLength,
+        config: EngineConfig,
+        eos_token_ids: frozenset[int],
+        stats: Stats,
+        late: bool,
+    ) -> None:
+        self._round, self._state, self._lengths, self._config = round_, state, lengths, config
+        self._eos_token_ids, self._stats, self._late = eos_token_ids, stats, late
+
+    def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
+        """Yields (request, new tokens) per row and round; a request that has ended has a finish_reason or an error."""
+        scheduler = Scheduler(requests, self._config.max_batch_size)
+        launched: Launched | None
+        waiting: Launched | None = None  # started, not read
+        try:
+            while scheduler.busy:
+                begin = time.perf_counter()
+                self._begin(scheduler.admit())
+                self._prefill(scheduler)
+                launched = self._launch(scheduler, unread=waiting.asked + 1 if waiting else 0)
+                if self._late:
+                    launched, waiting = waiting, launched
+                ended = list(self._read(launched, scheduler)) if launched else []
+                self._stats.total_seconds += time.perf_counter() - begin
+                yield from ended
+        finally:
+            self._state.limits.zero_()
+
+    def _begin(self, requests: list[Request]) -> None:
+        """Put requests into their slots, not yet active."""
+        if not requests:
+            return
+        now = time.perf_counter()
+        slots = torch.tensor([request.slot for request in requests], device=self._state.tokens.device)
+        longest = max(request.length for request in requests)
+        padded = [request.prompt + [0] * (longest - len(request.prompt)) for request in requests]
+        self._state.tokens[slots, :longest] = torch.tensor(padded, device=slots.device)
+        columns = {
+            "seq_lens": [len(request.prompt) - 1 for request in requests],
+            "limits": [0 for _ in requests],
+            "seed": [request.seed for request in requests],
+            "temperature": [request.params.temperature for request in requests],
+            "top_k": [request.params.top_k for request in requests],
+            "top_p": [request.params.top_p for request in requests],
+            "min_p": [request.params.min_p for request in requests],
+        }
+        for name, values in columns.items():
+            column = getattr(self._state, name)
+            column[slots] = torch.tensor(values, dtype=column.dtype, device=column.device)
+        for request in requests:
+            request.started = now
+            self._lengths.begin(request.slot)
+        capacity = self._round.target.cache.capacity
+        self._round.target.cache.reserve(max(request.limit for request in requests))
+        if self._round.target.cache.capacity != capacity:
+            self._round.graphs.clear()
+
+    def _prefill(self, scheduler: Scheduler) -> None:
+        """Read new prompts: PREFILL_TOKENS of them while others are running, else until somebody is."""
+        budget = PREFILL_TOKENS
+        while scheduler.prefilling and (budget > 0 or not scheduler.running):
+            begin = time.perf_counter()
+            group = sorted(scheduler.prefilling.values(), key=lambda request: request.slot)
+            group, width = prefill_chunk(group[:1] if self._round.target.exact else group)  # exact calls have one shape
+            if width:
+                rows = self._rows(group)
+                spans = [(request.prefilled, min(request.prefilled + width, request.to_prefill)) for request in group]
+                self._round.target.prefill(self._state.tokens[rows], spans, rows)
+            for request in group:
+                request.prefilled = min(request.prefilled + width, request.to_prefill)
+            self._start([request for request in group if request.prefilled == request.to_prefill], scheduler)
+            seconds = time.perf_counter() - begin
+            for stats in (*(request.stats for request in group), self._stats):
+                stats.prefill_seconds += seconds
+            budget -= width * len(group)
+
+    def _start(self, requests: list[Request], scheduler: Scheduler) -> None:
+        """Let rows decode whose prompts have been read."""
+        if not requests:
+            return
+        if self._round.drafter is not None:
+            lengths = tuple(len(request.prompt) for request in requests)
+            state = replace(self._select(self._rows(requests), requests), prompt_lengths=lengths)
+            self._round.drafter.prefill(state)
+        limits = torch.tensor([request.limit for request in requests], device=self._state.limits.device)
+        self._state.limits[self._rows(requests)] = limits
+        for request in requests:
+            scheduler.start(request)
+
+    def _rows(self, requests: Sequence[Request]) -> slice | Tensor:
+        """Their slots; a slice, which needs no copy, where they lie side by side."""
+        first, last = requests[0].slot, requests[-1].slot
+        if last - first + 1 == len(requests):
+            return slice(first, last + 1)
+        return torch.tensor([request.slot for request in requests], device=self._state.tokens.device)
+
+    def _select(self, rows: slice | Tensor, requests: Sequence[Request], unread: int = 0) -> BatchState:
+        """These rows of the state; `unread` tokens may have been added to each that the host does not know yet."""
+        params = [request.params for request in requests]
+        longest = max(min(request.length + unread, request.limit) for request in requests)
+        if self._round.graphs.enabled:  # few different numbers, for few graphs
+            longest = min(bucket(longest, 256), self._state.tokens.shape[1] - 1)
+        return self._state.select(
+            rows,
+            max_text_length=longest,
+            max_limit=max(request.limit for request in requests),
+            filtered=any(p.temperature and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
+            all_greedy=all(p.temperature == 0 for p in params),
+            coupled=self._config.verification == "coupled",
+        )
+
+    def _launch(self, scheduler: Scheduler, unread: int) -> Launched:
+        """Start a round of all running rows."""
+        begin = time.perf_counter()
+        running = dict(sorted(scheduler.running.items()))
+        num_rows = 1 + max(running)
+        if self._round.graphs.enabled:
+            num_rows = min(bucket(num_rows, 1), self._config.max_batch_size)
+        state = self._select(slice(0, num_rows), list(running.values()), unread)
+        rows = list(running)
+        room = max(request.limit - request.length for request in running.values()) - 1
+        asked = self._lengths.choose(rows, room) if self._round.drafter is not None else 0
+        with torch.inference_mode():
+            packed = self._round.run(state, asked, lambda proposal: self._lengths.trim(proposal, rows))
+            arrived = None
+            if self._late and packed.is_cuda:
+                packed = packed.to("cpu", non_blocking=True)
+                arrived = torch.cuda.Event()
+                arrived.record()
+        return Launched(packed, arrived, running, asked, begin, self._round.clock.take())
+
+    def _read(self, launched: Launched, scheduler: Scheduler) -> Iterator[tuple[Request, int]]:
+        """Give a round's tokens to its requests."""
+        if launched.arrived is not None:
+            launched.arrived.synchronize()
+        packed = launched.packed.tolist()
+        draft_seconds, verify_seconds = launched.spans()
+        other_seconds = verify_seconds if self._late else time.perf_counter() - launched.begin - draft_seconds
+        width = launched.packed.shape[1] - PACKED_EXTRA
+        self._lengths.observe_times(len(launched.requests), launched.asked, width, draft_seconds, other_seconds)
+        self._add_times(self._stats, draft_seconds, verify_seconds)
+        # Some may have ended in the round before, which had not been read when this one began.
+        going = [request for request in launched.requests.values() if not request.ended]
+        for request in going:
+            slot = request.slot
+            new = self._collect(request, packed[slot], launched.asked)
+            self._add_times(request.stats, draft_seconds, verify_seconds)
+            if request.ended:
+                request.stats.total_seconds = time.perf_counter() - request.started
+                scheduler.release(request)
+                self._state.limits[slot] = 0
+            yield request, new
+
+    def _collect(self, request: Request, packed: list[int], asked: int) -> int:
+        """Append a round's tokens to a request, up to the one that ends it; returns how many."""
+        accepted, proposed, status = packed[-PACKED_EXTRA:]
+        if status & _FATAL:
+            self._round.target.cache.clear(request.slot)
+            request.error = (
+                f"the target returned logits that are no distribution ({Status(status).name}) for prompts[{request.index}] "
+                f"at position {request.length + accepted}"
+            )
+            return 0
+        if status & _INVALID_DRAFT:
+            logger.warning("the drafter returned logits that are no distribution; its drafts are ignored there")
+        self._lengths.observe(request.slot, packed[: accepted + 1], accepted, proposed, asked)
+        before = len(request.token_ids)
+        for column in range(accepted + 1):
+            self._append(request, packed[column], drafted=column < accepted)
+            if request.ended:
+                if request.text:
+                    request.text.finish()
+                break
+        new = len(request.token_ids) - before
+        for stats in (request.stats, self._stats):
+            stats.add_round(proposed, accepted, new)
+        return new
+
+    def _append(self, request: Request, token: int, drafted: bool) -> None:
+        request.token_ids.append(token)
+        if token in self._eos_token_ids and not request.params.ignore_eos:
+            request.finish_reason = "eos"
+        elif request.text and request.text.push(token, drafted):
+            request.finish_reason = "stop"
+        elif request.length >= request.limit:
+            request.finish_reason = "length"
+
+    @staticmethod
+    def _add_times(stats: Stats, draft_seconds: float, verify_seconds: float) -> None:
+        stats.draft_seconds += draft_seconds
+        stats.verify_seconds += verify_seconds
+
+
+def prefill_chunk(requests: list[Request]) -> tuple[list[Request], int]:
+    """Which of these requests to read next, and how many tokens of each: wide calls, of which at most a quarter is padding."""
+    done = [request for request in requests if request.prefilled == request.to_prefill]
+    if done:
+        return done, 0
+    missing = sorted(request.to_prefill - request.prefilled for request in requests)
+    widest = max(PREFILL_TOKENS // len(requests), 64)
+    widths = {min(width, widest, 512) for width in missing}
+    good = [width for width in widths if 4 * sum(min(m, width) for m in missing) >= 3 * len(missing) * width]
+    return requests, max(good)
+
+
+def bucket(size: int, smallest: int) -> int:
+    """The next power of two times `smallest`."""
+    while smallest < size:
+        smallest *= 2
+    return smallest

@@ -1,0 +1,150 @@
+"""num_draft_tokens="auto": the K with most expected tokens per second, also when the world changes."""
+
+import random
+
+import pytest
+import torch
+from tiny_models import greedy, perturbed, random_prompts, tiny
+
+import engine
+from engine.draft_length import Acceptance, AdaptiveLength, Costs
+from engine.state import Proposal
+
+
+class World:
+    """Rounds with given costs and acceptance, without a model."""
+
+    def __init__(self, lengths: AdaptiveLength, column: float, draft: float, seed: int = 0) -> None:
+        self.lengths, self.column, self.draft = lengths, column, draft
+        self.random = random.Random(seed)
+        self.lengths.begin(0)
+
+    def round(self, acceptance: float) -> tuple[int, int, float]:
+        """Returns drafts, new tokens and seconds."""
+        asked = self.lengths.choose([0], room=100)
+        accepted = next((i for i in range(asked) if self.random.random() >= acceptance), asked)
+        noise = 1 + 0.05 * self.random.random()
+        draft, other = self.draft * asked * noise, (1 + self.column * asked) * noise
+        self.lengths.observe(0, [7] * (accepted + 1), accepted, asked, asked)
+        self.lengths.observe_times(1, asked, asked + 1, draft, other)
+        return asked, accepted + 1, draft + other
+
+    def rate(self, acceptance: float, rounds: int) -> float:
+        """Tokens per second, where 1 is plain decoding."""
+        done = [self.round(acceptance) for _ in range(rounds)]
+        return sum(tokens for _, tokens, _ in done) / sum(seconds for _, _, seconds in done)
+
+
+def best_rate(acceptance: float, column: float, draft: float) -> float:
+    """What the best fixed K reaches."""
+    expected = [sum(acceptance**i for i in range(k + 1)) for k in range(16)]
+    return max(tokens / (1 + (column + draft) * k) for k, tokens in enumerate(expected)) / 1.025  # mean of the noise
+
+
+@pytest.mark.parametrize("acceptance", [0.02, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize(("column", "draft"), [(0.02, 0.0), (0.02, 0.1), (0.1, 0.3), (0.5, 0.5)])
+def test_close_to_the_best_fixed_number(acceptance: float, column: float, draft: float) -> None:
+    world = World(AdaptiveLength(), column, draft)
+    world.rate(acceptance, 30)
+    assert world.rate(acceptance, 1000) > 0.9 * best_rate(acceptance, column, draft)
+
+
+def test_never_much_slower_than_plain_and_back_when_acceptance_is() -> None:
+    world = World(AdaptiveLength(), column=0.2, draft=0.4)
+    assert world.rate(0.0, 300) > 0.95 * best_rate(0.0, 0.2, 0.4)
+    before = world.rate(0.95, 60)  # the way back included
+    after = world.rate(0.95, 100)
+    assert before > 1.05 and after > 0.9 * best_rate(0.95, 0.2, 0.4)
+
+
+def test_one_slow_call_is_not_believed() -> None:
+    costs = Costs(0.03)
+    costs.add(0, 100.0)  # the first call of all
+    costs.add(0, 1.0)
+    assert costs.at(0) == 1.0
+    costs.add(0, 50.0)
+    assert costs.at(0) < 1.4
+
+
+def test_sizes_that_were_not_seen() -> None:
+    costs = Costs(0.5)
+    assert (costs.at(0), costs.at(4)) == (1.0, 3.0)
+    costs.add(2, 8.0)
+    assert (costs.at(0), costs.at(2), costs.at(4)) == (4.0, 8.0, 12.0)
+    costs.add(6, 10.0)
+    assert [costs.at(size) for size in (0, 4, 6, 10)] == [7.0, 9.0, 10.0, 12.0]
+    costs.add(4, 9.6)
+    assert [costs.at(size) for size in (3, 5)] == pytest.approx([8.8, 9.8])
+
+
+def test_acceptance_forgets() -> None:
+    acceptance = Acceptance(halves_after=5)
+    assert acceptance.estimate(3, prior=0.25, weight=2) == 0.25
+    for _ in range(100):
+        acceptance.add(3, True)
+    for _ in range(10):
+        acceptance.add(3, False)
+    assert acceptance.estimate(3, prior=0.25, weight=0.001) == pytest.approx(0.25, abs=0.01)
+
+
+def test_drafts_are_cut_where_confidence_proved_worthless() -> None:
+    """Tokens of high confidence stand, others do not: only the first are verified, the others still watched."""
+    lengths = AdaptiveLength(column_cost=0.1)
+    lengths.begin(0)
+    drafts = torch.tensor([[5, 6, 7, 8]])
+    good, bad = torch.full((1, 4), 0.9), torch.full((1, 4), 0.3)
+
+    def round(confidence: torch.Tensor, emitted: list[int]) -> int:
+        asked = lengths.choose([0], room=100)
+        trimmed = lengths.trim(Proposal(drafts[:, :asked], confidence=confidence[:, :asked]), [0])
+        width = trimmed.tokens.shape[1]
+        accepted = next((i for i in range(width) if emitted[i] != drafts[0, i]), width)
+        lengths.observe(0, emitted[: accepted + 1], accepted, width, asked)
+        lengths.observe_times(1, asked, width + 1, 1e-5, 1 + 0.1 * width)
+        return width
+
+    for _ in range(20):
+        round(good, [5, 6, 7, 8, 9])
+        round(bad, [1, 2, 3, 4, 5])
+    assert round(good, [5, 6, 7, 8, 9]) == 4
+    assert round(bad, [1, 2, 3, 4, 5]) == 0
+    for _ in range(12):
+        round(bad, [5, 6, 7, 8, 9])  # not verified, but right every time
+    assert round(bad, [5, 6, 7, 8, 9]) == 4
+
+
+def test_tokens_that_were_drawn_are_not_cut_by_what_they_are() -> None:
+    lengths = AdaptiveLength()
+    lengths.begin(0)
+    proposal = Proposal(torch.tensor([[5, 6]]), logits=torch.zeros(1, 2, 9), confidence=torch.zeros(1, 2))
+    assert lengths.trim(proposal, [0]) is proposal
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "good", "bad", None])
+@pytest.mark.parametrize("exact", [False, True])
+def test_greedy_text_is_plain_text(drafter: str | None, exact: bool) -> None:
+    target = tiny("llama", max_position_embeddings=128)
+    draft = {"good": perturbed(target, 0.03), "bad": perturbed(target, 2.0)}.get(str(drafter), drafter)
+    prompts = random_prompts(7)
+    llm = engine.load(target, drafter=draft, num_draft_tokens="auto", max_batch_size=3, exact=exact)
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=60))
+    assert [o.token_ids for o in outputs] == [greedy(target, prompt, 60) for prompt in prompts]
+    if drafter == "good":
+        assert llm.stats.accepted_tokens > 0
+
+
+def test_rounds_without_drafts_leave_no_gap_in_a_draft_models_cache() -> None:
+    """Its cache misses what was decoded meanwhile; made up for, its drafts are all right again."""
+    target = tiny("llama", max_position_embeddings=128)
+    llm = engine.load(target, drafter=target, num_draft_tokens="auto")
+    chosen = iter([3, 0, 0, 0, 4, 0, 2] * 20)
+    llm._server._lengths.choose = lambda rows, room: min(next(chosen), room)  # type: ignore[method-assign]
+    outputs = llm.generate(random_prompts(4), engine.SamplingParams(max_new_tokens=60))
+    assert llm.stats.acceptance_rate == 1.0
+    assert [o.token_ids for o in outputs] == [greedy(target, prompt, 60) for prompt in random_prompts(4)]
+
+
+@pytest.mark.parametrize("value", ["fast", "", -1, 1.5, True, None])
+def test_other_values_are_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="num_draft_tokens must be"):
+        engine.load(tiny("llama"), num_draft_tokens=value)  # type: ignore[arg-type]

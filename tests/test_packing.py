@@ -1,0 +1,70 @@
+"""Linear layers in oneDNN's layout: the same results, the same weights, on the models that `engine.load` reads."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import greedy, random_prompts, tiny
+from torch import nn
+
+import engine
+from engine.packing import PackedLinear, pack_linears
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [(1, 1), (1, 6), (3, 8), (2, 64)])
+def test_the_product(dtype: torch.dtype, bias: bool, rows: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 200, bias=bias, dtype=dtype)
+    packed = PackedLinear(linear)
+    x = torch.randn(*rows, 96, dtype=dtype)
+    expected = copy.deepcopy(linear).double()(x.double())
+    assert packed.weight.equal(linear.weight)
+    with torch.no_grad():
+        # One rounding of the result; sums of 96 products in float32.
+        assert torch.allclose(packed(x).double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi", "opt", "mixtral"])
+def test_a_loaded_checkpoint_is_packed_and_says_the_same(name: str, tmp_path: Path) -> None:
+    plain = tiny(name, dtype=torch.float32)
+    plain.save_pretrained(tmp_path)
+    llm = engine.load(str(tmp_path), drafter="ngram", device="cpu")
+    assert any(isinstance(module, PackedLinear) for module in llm.target_model.modules())
+    prompts = random_prompts(6)
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=12))
+    assert [o.token_ids for o in outputs] == [greedy(plain, prompt, 12) for prompt in prompts]
+
+
+def test_weights_can_be_read_back(tmp_path: Path) -> None:
+    plain = tiny("llama", dtype=torch.bfloat16)
+    packed = tiny("llama", dtype=torch.bfloat16)
+    assert pack_linears(packed) == 2 * 7 + 1
+    packed.save_pretrained(tmp_path)
+    again = type(plain).from_pretrained(tmp_path)
+    expected = plain.state_dict()
+    assert packed.state_dict().keys() == expected.keys() == again.state_dict().keys()
+    for key, value in again.state_dict().items():
+        assert value.equal(expected[key]), key
+
+
+def test_a_live_model_is_left_as_it_is() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    llm = engine.load(model)
+    assert llm.target_model is model and not any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def test_layers_that_do_more_than_multiply_are_left_as_they_are() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model: Any = tiny("llama", dtype=torch.float32)
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Special(32, 32)
+    attention.k_proj.register_forward_hook(lambda module, args, output: 2 * output)
+    assert pack_linears(model) == 2 * 7 + 1 - 2
+    assert type(attention.q_proj) is Special and type(attention.k_proj) is nn.Linear
+    assert pack_linears(tiny("llama", dtype=torch.float64)) == 0
