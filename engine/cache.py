@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .backend import scatter_kv
+
 
 @dataclass
 class CallPlan:
@@ -19,8 +21,15 @@ class CallPlan:
 
     rows: slice | Tensor  # the slots of this call; scattered ones ([n] int64) are read through a copy
     slots: Tensor  # [n, 1] int64, the same slots as an index
+    start: Tensor  # [n] int64, position of column 0
+    num_valid: Tensor  # [n] int64, columns of each row that are no padding
     write_at: Tensor  # [n, W] int64 positions; the trash slot where a column is padding
     kv_length: int  # keys and values [0, kv_length) are handed to attention
+
+    @property
+    def slots_or_none(self) -> Tensor | None:
+        """[n] int64; None for slots 0, 1, ..."""
+        return None if isinstance(self.rows, slice) and self.rows.start == 0 else self.slots[:, 0]
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -44,10 +53,17 @@ class RaggedLayer(CacheLayerMixin):
         return states.new_zeros(self._owner.num_slots, heads, self._owner.capacity + 1, head_dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Scatter new K/V [n, heads, W, head_dim] and return those that attention reads, [n, heads, kv_length, head_dim]."""
+        """Scatter new K/V [n, heads, W, head_dim] and return those that attention reads, [n, heads, kv_length, head_dim].
+
+        Where attention reads the buffers itself (`whole_buffers`), they are returned as they are.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         plan = self._owner.plan
+        if self._owner.whole_buffers:
+            new = key_states, value_states
+            scatter_kv(self.keys, self.values, *new, plan.start, plan.num_valid, slots=plan.slots_or_none)
+            return self.keys, self.values
         self.keys[plan.slots, :, plan.write_at] = key_states.transpose(1, 2)
         self.values[plan.slots, :, plan.write_at] = value_states.transpose(1, 2)
         return self.keys[:, :, : plan.kv_length][plan.rows], self.values[:, :, : plan.kv_length][plan.rows]
@@ -83,6 +99,7 @@ class RaggedCache(Cache):
     def __init__(self, num_layers: int, num_slots: int, granularity: int) -> None:
         self.num_slots, self.granularity, self.capacity = num_slots, granularity, 0
         self.plan: CallPlan  # set by plan_call
+        self.whole_buffers = False  # attention reads the buffers itself
         self.ragged_layers = [RaggedLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.ragged_layers))
 
@@ -97,11 +114,14 @@ class RaggedCache(Cache):
     def round_up(self, length: int) -> int:
         return -(-length // self.granularity) * self.granularity
 
-    def plan_call(self, rows: slice | Tensor, positions: Tensor, valid: Tensor, kv_length: int) -> None:
-        """Prepare a model call: positions and valid are [n, W]; padding columns are not valid."""
+    def plan_call(
+        self, rows: slice | Tensor, positions: Tensor, valid: Tensor, num_valid: Tensor, kv_length: int
+    ) -> None:
+        """Prepare a model call: positions and valid are [n, W], num_valid [n]; padding columns are not valid."""
         slots = torch.arange(rows.start, rows.stop, device=valid.device) if isinstance(rows, slice) else rows
         write_at = positions.where(valid, self.capacity)
-        self.plan = CallPlan(rows, slots[:, None], write_at, min(self.round_up(kv_length), self.capacity))
+        kv_length = min(self.round_up(kv_length), self.capacity)
+        self.plan = CallPlan(rows, slots[:, None], positions[:, 0], num_valid, write_at, kv_length)
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:

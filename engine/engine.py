@@ -8,9 +8,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from . import prompts as prompting
-from .config import EngineConfig, SamplingParams
+from .config import EngineConfig, SamplingParams, check_int
 from .detokenize import TextStream, decode
-from .draft_length import AdaptiveLength, FixedLength
+from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
 from .drafters.base import Drafter
 from .errors import EngineError, InvalidLogitsError
 from .graphs import Graphs
@@ -113,6 +113,37 @@ class Engine:
         request = self._requests(items, params, with_text=True)[0]
         return self._pieces(request)
 
+    def warmup(
+        self,
+        batch_sizes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] = (1024,),
+        params: SamplingParams | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Compile kernels and capture CUDA graphs now instead of at the first rounds of their kind.
+
+        Args:
+            batch_sizes: rows that will decode together; None: `max_batch_size`.
+            text_lengths: of prompts with their answers; one bucket for each power of two.
+            params: as requests will have them: greedy or not, with or without filters.
+            progress: show a bar on stderr.
+
+        Raises:
+            ValueError: for sizes beyond max_batch_size or max_length.
+            EngineError: if a stream of this engine is still open.
+        """
+        batch_sizes = [self.config.max_batch_size] if batch_sizes is None else batch_sizes
+        for size in batch_sizes:
+            check_int("batch_sizes", size, 1, self.config.max_batch_size)
+        for length in text_lengths:
+            check_int("text_lengths", length, 2, self.max_length)
+        if self._generating:
+            raise EngineError("this engine is generating already: exhaust or close its open stream first")
+        # The longest first: buffers that grow would undo the others.
+        kinds = [(size, length) for length in sorted(text_lengths, reverse=True) for size in batch_sizes]
+        for size, length in tqdm(kinds, unit="bucket", disable=not progress):
+            self._server.warmup(size, length, params or SamplingParams())
+
     def _pieces(self, request: Request) -> Iterator[Piece]:
         for _, new in self._serve([request]):
             _raise_errors([request], [None])
@@ -125,8 +156,8 @@ class Engine:
         if isinstance(self.config.num_draft_tokens, int):
             return FixedLength(self.config.num_draft_tokens)
         if self.exact:  # one width, of which drafts may take what they like
-            return AdaptiveLength(EXACT_WIDTH - 1, column_cost=0.0)
-        return AdaptiveLength()
+            return AdaptiveLength(range(EXACT_WIDTH), column_cost=0.0)
+        return AdaptiveLength() if self._target.device.type == "cpu" else AdaptiveLength(FEW_CHOICES, column_cost=0.01)
 
     def _requests(self, items: list[Any], params: Any, with_text: bool) -> list[Request]:
         """Check everything that the user gave."""

@@ -71,6 +71,10 @@ class Graphs:
     def enabled(self) -> bool:
         return self._make is not None
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether it is captured: the results of `run` lie in one place."""
+        return key in self._captured
+
     def __len__(self) -> int:
         return len(self._captured)
 
@@ -80,7 +84,9 @@ class Graphs:
             capture, result = self._captured[key]
             capture.replay()
             return result
-        if self._make is None or key not in self._seen or len(self._captured) >= self._max:
+        if self._make is None or len(self._captured) >= self._max:
+            return work()
+        if key not in self._seen:
             self._seen.add(key)
             return work()
         capture = self._make()

@@ -21,6 +21,11 @@ EXACT_PREFILL_WIDTH = 64
 PREFILL_WIDTH = 512
 
 
+def uses_ragged_kernel(model: PreTrainedModel) -> bool:
+    """Whether attention and the scatter of K/V are ours, in place of a mask; the kernels pay on a GPU."""
+    return model.device.type == "cuda" and model.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
 class RaggedModel:
     """Logits of a model for rows of different length.
 
@@ -45,7 +50,8 @@ class RaggedModel:
         self.context_length = context_length(self.config)
         granularity = EXACT_KV_GRANULARITY if exact else KV_GRANULARITY
         self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
-        self._attention = AttentionSwitch(model)
+        self._attention = AttentionSwitch(model, self.cache, ragged=uses_ragged_kernel(model))
+        self.cache.whole_buffers = self._attention.ragged
         if self.config.model_type not in TESTED:
             self._probe(role)
 
@@ -105,13 +111,14 @@ class RaggedModel:
         column = torch.arange(tokens.shape[1], device=self.device)
         positions = start[:, None] + column
         valid = column < num_valid[:, None]
-        self.cache.plan_call(rows, positions, valid, kv_length)
+        num_valid = num_valid.clamp(0, tokens.shape[1])
+        self.cache.plan_call(rows, positions, valid, num_valid, kv_length)
         # Padding must stay inside a learned position table, and must see at least one key.
         position_ids = positions.clamp(max=self.context_length - 1)
         arguments: dict[str, Any] = dict(
             input_ids=tokens.where(valid, 0),
             position_ids=position_ids,
-            attention_mask=self._masks(position_ids),
+            attention_mask=None if self._attention.ragged else self._masks(position_ids),
             past_key_values=self.cache,
             use_cache=True,
         )

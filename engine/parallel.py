@@ -3,8 +3,8 @@
 All ranks run the same program with the same prompts. transformers' plan slices the layers, sums their partial results over
 the ranks, and gathers the slices of the logits, so every rank has the same whole logits; the random numbers depend on seeds
 and positions alone (`kernels/philox.py`). So every rank takes the same decisions by itself, and none are sent around. What
-that rests on is compared: the prompts and parameters of a call, and one number for each round's result. What may differ is
-rank 0's to say: fresh seeds, and decisions that depend on measured times.
+that rests on is compared: the prompts and parameters of a call, and the tokens of each round. What would differ is rank 0's
+to say: fresh seeds, and measured times.
 """
 
 import atexit
@@ -16,14 +16,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .errors import EngineError, UnsupportedModelError
 
 TIMEOUT = timedelta(hours=1)  # for one rank to wait for another; from a slow disk, some load far later than others
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_FACTOR = -7046029254386353131  # 2**64 / golden ratio, odd, as int64
 
 
 def world_size() -> int:
@@ -103,18 +101,19 @@ def _leave() -> None:
 class Ranks:
     """The ranks that share a target; just this process, to which everything here costs nothing, where it is not shared.
 
+    They talk over the hosts (gloo), so that nobody waits for a device, and a device's rounds for nobody.
+
     Attributes:
         size: how many they are.
         rank: which of them this is.
     """
 
-    def __init__(self, size: int = 1, rank: int = 0, device: torch.device | None = None) -> None:
-        self.size, self.rank, self._device = size, rank, device
-        self._factors = torch.empty(0, dtype=torch.int64)
+    def __init__(self, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        self.size, self.rank, self._group = size, rank, group
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Ranks":
-        """Those that a loaded model is spread over.
+        """Those that a loaded model is spread over. All of them call this.
 
         Raises:
             UnsupportedModelError: if these are not all processes, or the model's slices do not make a whole.
@@ -122,12 +121,12 @@ class Ranks:
         size = model.tp_size or 1
         if size == 1:
             return cls()
-        from torch.distributed.tensor import DTensor  # not in every build of torch
-
         if size != dist.get_world_size():
             raise UnsupportedModelError(
                 f"target must be spread over all {dist.get_world_size()} processes, got one over {size}"
             )
+        from torch.distributed.tensor import DTensor  # not in every build of torch
+
         head = model.get_output_embeddings()
         (name,) = (name for name, module in model.named_modules() if module is head)
         if name in model.tp_plan and not isinstance(head.weight, DTensor):  # every rank would compute all logits ...
@@ -135,7 +134,8 @@ class Ranks:
                 f"target of type {model.config.model_type!r} has a head tied to embeddings that its tensor parallel plan "
                 f"does not slice"
             )
-        return cls(size, dist.get_rank(), model.device)
+        on_cpu = model.device.type == "cpu"
+        return cls(size, dist.get_rank(), None if on_cpu else dist.new_group(backend="gloo", timeout=TIMEOUT))
 
     def require_same(self, what: str, value: object) -> None:
         """Compare what the ranks were given.
@@ -148,54 +148,48 @@ class Ranks:
             ValueError: on every rank, if they differ.
         """
         if self.size > 1:
-            digest = hashlib.blake2b(repr(value).encode(), digest_size=7).digest()
-            digests = self._gather(self._tensor([int.from_bytes(digest)])).tolist()
-            self._compare(digests, ValueError, f"{what} must be the same on every rank")
+            self._compare(value, (), ValueError, f"{what} must be the same on every rank")
 
     def agree_on(self, values: Sequence[int]) -> list[int]:
         """Rank 0's values (int64), on every rank. All give equally many."""
         if self.size == 1 or not values:
             return list(values)
-        shared = self._tensor(values)
-        dist.broadcast(shared, src=0)
+        shared = torch.tensor(values, dtype=torch.int64)
+        dist.broadcast(shared, src=0, group=self._group)
         return shared.tolist()
 
-    def broadcast_int(self, value: int) -> int:
-        """Rank 0's value: for decisions that depend on what each rank has measured by itself."""
-        return self.agree_on([value])[0]
+    def end_round(self, rows: list[list[int]], seconds: Sequence[float]) -> list[float]:
+        """Compare a round's result, and learn how long it took rank 0: decisions that depend on times depend on its times.
 
-    def read(self, packed: Tensor) -> list[list[int]]:
-        """A round's packed result ([B, N] int64) on the host, in one copy, compared between the ranks on its way.
+        One message of a few bytes from each rank, after the result has come to the host; on GPUs the next round is under
+        way by then.
 
-        A 64-bit hash of each rank's result is gathered on the device: 8 bytes from each, beside the megabytes that the
-        layers have exchanged in the round.
+        Args:
+            rows: what the running rows emitted.
+            seconds: measured by this rank.
+
+        Returns:
+            Rank 0's seconds.
 
         Raises:
             EngineError: on every rank, naming those that differ from rank 0.
         """
         if self.size == 1:
-            return packed.tolist()
-        flat = packed.flatten()
-        if self._factors.shape != flat.shape:
-            self._factors = torch.full_like(flat, _FACTOR).cumprod(0)  # int64 wraps around
-        hashes = self._gather((flat * self._factors).sum(0, keepdim=True))
-        values = torch.cat([flat, hashes]).tolist()
-        self._compare(values[flat.numel() :], EngineError, "all ranks must come to the same tokens in a round")
-        width = packed.shape[1]
-        return [values[row * width : (row + 1) * width] for row in range(packed.shape[0])]
+            return list(seconds)
+        nanoseconds = [round(1e9 * value) for value in seconds]
+        heard = self._compare(rows, nanoseconds, EngineError, "all ranks must come to the same tokens in a round")
+        return [value / 1e9 for value in heard]
 
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-    def _gather(self, own: Tensor) -> Tensor:
-        """[1] int64 of this rank to [size], by rank."""
-        everyone = own.new_zeros(self.size)
-        everyone[self.rank] = own[0]
-        dist.all_reduce(everyone)  # a sum; gathering into a tensor has another name in every other release of torch
-        return everyone
-
-    @staticmethod
-    def _compare(values: list[int], error: type[Exception], rule: str) -> None:
-        others = [rank for rank, value in enumerate(values) if value != values[0]]
+    def _compare(self, value: object, told: Sequence[int], error: type[Exception], rule: str) -> list[int]:
+        """Raise the error unless all ranks have the same value; returns what rank 0 tells."""
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=7).digest()
+        message = torch.zeros(self.size + len(told), dtype=torch.int64)  # of which each rank fills its part
+        message[self.rank] = int.from_bytes(digest)
+        if self.rank == 0:
+            message[self.size :] = torch.tensor(told, dtype=torch.int64)
+        dist.all_reduce(message, group=self._group)
+        digests, heard = message.tolist()[: self.size], message.tolist()[self.size :]
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
-            raise error(f"{rule}, but ranks {others} of {len(values)} differ from rank 0")
+            raise error(f"{rule}, but ranks {others} of {self.size} differ from rank 0")
+        return heard

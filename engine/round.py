@@ -39,44 +39,43 @@ class Round:
             [B, K+1 + PACKED_EXTRA] int64: the new tokens (then -1), how many of them were drafted, how many drafts were
             proposed, and the `Status` bits. Rows that are not active hold nothing of meaning.
         """
-        shape: Hashable = (*state.key, num_draft_tokens)
+        shape = (*state.key, num_draft_tokens)
         self.clock.mark()
-        proposal = Proposal(state.tokens[:, :0])
-        if self.drafter is not None and num_draft_tokens:
-            proposal = trim(self._propose(shape, state, num_draft_tokens))
+        proposal, key = self._propose(shape, state, num_draft_tokens)
+        proposal = trim(proposal)
         self.clock.mark()
-        verdict, packed = self._verify(shape, state, proposal)
+        verdict, packed = self._verify(key, state, proposal)
         if self.drafter is not None:
             self.drafter.observe(state, verdict)
         self.clock.mark()
         return packed
 
-    def _propose(self, shape: Hashable, state: BatchState, num_draft_tokens: int) -> Proposal:
-        assert self.drafter is not None
+    def _propose(
+        self, shape: tuple[Hashable, ...], state: BatchState, num_draft_tokens: int
+    ) -> tuple[Proposal, Hashable]:
+        """The proposal, and a key for what is done with it; None where its tensors lie somewhere else each time."""
+        if self.drafter is None or not num_draft_tokens:
+            return Proposal(state.tokens[:, :0]), shape
         drafter = self.drafter
 
         def work() -> Proposal:
             return _within_limits(drafter.propose(state, num_draft_tokens), state)
 
         graph_key = getattr(drafter, "graph_key", None)
-        key = graph_key() if graph_key is not None else None
-        if key is None or not self.graphs.enabled:
-            return work()
-        proposal: Proposal = self.graphs.run(("propose", key, shape), work)
-        return proposal
+        own = graph_key() if graph_key is not None else None
+        if own is None:
+            return work(), None
+        key = (own, shape)
+        proposal: Proposal = self.graphs.run(("propose", key), work)
+        return proposal, key if ("propose", key) in self.graphs else None
 
-    def _verify(self, shape: Hashable, state: BatchState, proposal: Proposal) -> tuple[Verdict, Tensor]:
+    def _verify(self, key: Hashable, state: BatchState, proposal: Proposal) -> tuple[Verdict, Tensor]:
         def work() -> tuple[Verdict, Tensor]:
             return verify_and_commit(self.target, state, proposal, self.verification)
 
-        if not self.graphs.enabled:
+        if key is None:
             return work()
-        # Where the drafts lie is part of the key: a captured drafter always leaves them in the same place.
-        places = tuple(tensor.data_ptr() for tensor in (proposal.tokens, proposal.logits) if tensor is not None)
-        captured = proposal.tokens.shape[1] == 0 or getattr(self.drafter, "graph_key", None) is not None
-        if not captured:
-            return work()
-        result: tuple[Verdict, Tensor] = self.graphs.run(("verify", shape, places), work)
+        result: tuple[Verdict, Tensor] = self.graphs.run(("verify", key), work)
         return result
 
 
@@ -112,8 +111,4 @@ def _within_limits(proposal: Proposal, state: BatchState) -> Proposal:
     """Drop drafts that would leave no room for the next token of the round."""
     room = (state.limits - state.seq_lens - 2)[:, None]
     step = torch.arange(proposal.tokens.shape[1], device=room.device)
-    tokens = proposal.tokens.where(step < room, -1)
-    if tokens.device.type == "cpu" and proposal.logits is None:
-        # Looking is free here, and columns are not: a call costs about 2% more for each.
-        tokens = tokens[:, : int((tokens >= 0).sum(dim=1).max())]
-    return proposal._replace(tokens=tokens)
+    return proposal._replace(tokens=proposal.tokens.where(step < room, -1))

@@ -8,18 +8,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .backend import FATAL_STATUS, Status
-from .config import EngineConfig
+from .config import EngineConfig, SamplingParams
 from .draft_length import FixedLength
 from .metrics import Stats
 from .round import PACKED_EXTRA, Round
 from .scheduler import Request, Scheduler
-from .state import BatchState
+from .state import BatchState, Proposal
 
 logger = logging.getLogger(__name__)
 _FATAL, _INVALID_DRAFT = int(FATAL_STATUS), int(Status.INVALID_DRAFT)  # IntFlag is slow, and asked per row
@@ -31,7 +30,7 @@ class Launched:
     """A round that is under way."""
 
     packed: Tensor  # on the host, complete when `arrived` has passed
-    arrived: Any  # a CUDA event, or None
+    arrived: torch.cuda.Event | None
     requests: dict[int, Request]  # by slot
     asked: int  # drafts
     begin: float
@@ -78,6 +77,32 @@ class Server:
         finally:
             self._state.limits.zero_()
 
+    def warmup(self, num_rows: int, text_length: int, params: SamplingParams) -> None:
+        """Run every kind of round that rows of such texts may need, on rows that are not active: they change nothing."""
+        self._reserve(text_length)
+        request = Request(0, [0] * text_length, params, 0, text_length, None)
+        state = self._select(slice(0, self._num_rows(num_rows)), [request])
+        drafts = {0, *self._lengths.possible} if self._round.drafter is not None else {0}
+        for num_draft_tokens in sorted(drafts):
+            # Each half first eagerly, then captured; a draft model makes up for rounds without it eagerly as well.
+            for _ in range(4 if self._round.graphs.enabled else 1):
+                with torch.inference_mode():
+                    self._round.run(state, num_draft_tokens, lambda proposal: proposal)
+        self._round.clock.take()
+
+    def _reserve(self, length: int) -> None:
+        """Make room for rows of this length. Graphs are forgotten if buffers move for it."""
+        capacity = self._round.target.cache.capacity
+        self._round.target.cache.reserve(length)
+        if (reserve := getattr(self._round.drafter, "reserve", None)) is not None:
+            reserve(length)
+        if self._round.target.cache.capacity != capacity:
+            self._round.graphs.clear()
+
+    def _num_rows(self, num_rows: int) -> int:
+        """Rows of a round that has so many at least: few different numbers where each is a graph."""
+        return min(bucket(num_rows, 1), self._config.max_batch_size) if self._round.graphs.enabled else num_rows
+
     def _begin(self, requests: list[Request]) -> None:
         """Put requests into their slots, not yet active."""
         if not requests:
@@ -102,10 +127,7 @@ class Server:
         for request in requests:
             request.started = now
             self._lengths.begin(request.slot)
-        capacity = self._round.target.cache.capacity
-        self._round.target.cache.reserve(max(request.limit for request in requests))
-        if self._round.target.cache.capacity != capacity:
-            self._round.graphs.clear()
+        self._reserve(max(request.limit for request in requests))
 
     def _prefill(self, scheduler: Scheduler) -> None:
         """Read new prompts: PREFILL_TOKENS of them while others are running, else until somebody is."""
@@ -165,21 +187,24 @@ class Server:
         """Start a round of all running rows."""
         begin = time.perf_counter()
         running = dict(sorted(scheduler.running.items()))
-        num_rows = 1 + max(running)
-        if self._round.graphs.enabled:
-            num_rows = min(bucket(num_rows, 1), self._config.max_batch_size)
-        state = self._select(slice(0, num_rows), list(running.values()), unread)
+        state = self._select(slice(0, self._num_rows(1 + max(running))), list(running.values()), unread)
         rows = list(running)
         room = max(request.limit - request.length for request in running.values()) - 1
+        if self._round.graphs.enabled:
+            room = max(room, self._lengths.num_draft_tokens)  # a shorter round would be another graph
         asked = self._lengths.choose(rows, room) if self._round.drafter is not None else 0
         with torch.inference_mode():
-            packed = self._round.run(state, asked, lambda proposal: self._lengths.trim(proposal, rows))
+            packed = self._round.run(state, asked, self._trim(rows))
             arrived = None
-            if self._late and packed.is_cuda:
-                packed = packed.to("cpu", non_blocking=True)
-                arrived = torch.cuda.Event()
-                arrived.record()
+            if self._late:  # the next round may write over it
+                packed, arrived = _sent_to_host(packed)
         return Launched(packed, arrived, running, asked, begin, self._round.clock.take())
+
+    def _trim(self, rows: list[int]) -> Callable[[Proposal], Proposal]:
+        """What cuts proposals: nothing where looking at them means waiting, or where shapes are captured."""
+        if self._round.graphs.enabled or self._state.tokens.device.type != "cpu":
+            return lambda proposal: proposal
+        return lambda proposal: self._lengths.trim(proposal, rows)
 
     def _read(self, launched: Launched, scheduler: Scheduler) -> Iterator[tuple[Request, int]]:
         """Give a round's tokens to its requests."""
@@ -241,6 +266,17 @@ class Server:
     def _add_times(stats: Stats, draft_seconds: float, verify_seconds: float) -> None:
         stats.draft_seconds += draft_seconds
         stats.verify_seconds += verify_seconds
+
+
+def _sent_to_host(tensor: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":
+    """A copy on the host, and the event after which it is complete."""
+    if not tensor.is_cuda:
+        return tensor.clone(), None
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return copy, arrived
 
 
 def prefill_chunk(requests: list[Request]) -> tuple[list[Request], int]:

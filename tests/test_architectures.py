@@ -51,6 +51,39 @@ def test_greedy_equals_transformers(name: str, batch: int, num_draft_tokens: int
     assert (llm.stats.draft_tokens > 0) == (num_draft_tokens > 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    # transformers' own sdpa knows no softcap, which gemma2 has
+    [
+        (name, own)
+        for name in CONFIGS
+        if name != "falcon"
+        for own in ("sdpa", "eager")
+        if (name, own) != ("gemma2", "sdpa")
+    ],
+)
+def test_with_ragged_attention(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU, with the kernels' torch twins: no masks, whole buffers, K/V scattered by the kernel."""
+    monkeypatch.setattr("engine.model.uses_ragged_kernel", lambda model: True)
+    target = models(name)[0]
+    monkeypatch.setattr(target.config, "_attn_implementation_internal", implementation)
+    for drafter, num_draft_tokens in (("ngram", 4), ("model", 3)):
+        llm = load(name, drafter, num_draft_tokens=num_draft_tokens, max_batch_size=3)
+        assert llm._target.cache.whole_buffers
+        outputs = llm.generate(prompts()[:8], engine.SamplingParams(max_new_tokens=NEW))
+        assert [output.token_ids for output in outputs] == [expected(name, index) for index in range(8)]
+        assert target.config._attn_implementation_internal == implementation
+
+
+def test_falcon_keeps_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not look its attention function up."""
+    monkeypatch.setattr("engine.model.uses_ragged_kernel", lambda model: True)
+    llm = load("falcon", "ngram")
+    assert not llm._target.cache.whole_buffers
+    output = llm.generate(prompts()[3], engine.SamplingParams(max_new_tokens=NEW))
+    assert output.token_ids == expected("falcon", 3)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_context_runs_full(name: str, drafter: str) -> None:

@@ -1,6 +1,6 @@
 """Capture and replay, with a capture that records Python instead of CUDA work: what it replays must still be right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,36 +12,44 @@ from engine.graphs import Graphs
 
 
 class Replay:
-    """Does the work again with the arguments that it was captured with, and leaves results where the first ones lay."""
+    """Like a graph: `record` changes nothing but leaves tensors, and `replay` does the work and fills those."""
+
+    def __init__(self, state: engine.BatchState | None = None) -> None:
+        self.state = state
 
     def record(self, work: Callable[[], Any]) -> Any:
         self.work = work
-        # A capture does not do the work; its results are memory that waits to be filled. Shapes come from doing it on
-        # copies, which here is what a graph's own memory is.
-        self.result = None
-        return self
+        kept = [] if self.state is None else [(t, t.clone()) for t in (self.state.tokens, self.state.seq_lens)]
+        self.result = work()
+        for tensor, before in kept:
+            tensor.copy_(before)
+        for tensor in tensors(self.result):
+            tensor.fill_(-7)  # nothing has been computed yet
+        return self.result
 
     def replay(self) -> None:
-        self.result = self.work()
+        for place, value in zip(tensors(self.result), tensors(self.work()), strict=True):
+            place.copy_(value)
 
 
-class PythonGraphs(Graphs):
-    """`Graphs` whose results live on the `Replay`: Python cannot make a tensor before it is computed."""
+def tensors(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, tuple):
+        for part in result:
+            yield from tensors(part)
 
-    def __init__(self) -> None:
-        super().__init__(Replay)
-        self.replays = 0
+
+class CountedGraphs(Graphs):
+    replays = 0
 
     def run(self, key: Any, work: Callable[[], Any]) -> Any:
-        result = super().run(key, work)
-        if isinstance(result, Replay):
-            self.replays += 1
-            return result.result
-        return result
+        self.replays += key in self
+        return super().run(key, work)
 
 
-def with_graphs(llm: engine.Engine, *, late: bool) -> PythonGraphs:
-    graphs = PythonGraphs()
+def with_graphs(llm: engine.Engine, *, late: bool) -> CountedGraphs:
+    graphs = CountedGraphs(lambda: Replay(llm._server._state))
     llm._server._round.graphs, llm._server._late = graphs, late
     return graphs
 
@@ -60,6 +68,28 @@ def test_replayed_rounds_give_the_same_tokens(late: bool, drafter: str | None, n
     for prompt, param, output in zip(prompts, params, outputs, strict=True):
         assert output.token_ids == greedy(target, prompt, param.max_new_tokens)
     assert graphs.replays > 10
+
+
+def test_after_a_warmup_nothing_new_is_captured() -> None:
+    target = tiny("llama", max_position_embeddings=600)
+    llm = engine.load(target, drafter=perturbed(target, 0.05), num_draft_tokens=3, max_batch_size=4)
+    graphs = with_graphs(llm, late=True)
+    llm.warmup(batch_sizes=[1, 2, 4], text_lengths=[200, 500])
+    captured = len(graphs)
+    assert captured == 3 * 2 * 3  # propose and verify with 3 drafts, verify with none
+    prompts = random_prompts(6)
+    outputs = llm.generate([*prompts, [3, 4, 5] * 90], engine.SamplingParams(max_new_tokens=40))
+    assert [o.token_ids for o in outputs[:6]] == [greedy(target, prompt, 40) for prompt in prompts]
+    assert len(graphs) == captured and graphs.replays > 20
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [({"batch_sizes": [9]}, "batch_sizes must be in"), ({"text_lengths": [1]}, "text_lengths must be")],
+)
+def test_a_warmup_for_what_cannot_come_is_refused(wrong: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        engine.load(tiny("llama"), max_batch_size=4).warmup(**wrong)
 
 
 def test_sampled_tokens_too() -> None:
@@ -91,14 +121,33 @@ def test_a_failing_capture_falls_back_and_says_why_once(caplog: pytest.LogCaptur
 
 def test_first_eager_then_captured_then_replayed_and_no_more_than_allowed() -> None:
     graphs, calls = Graphs(Replay, max_graphs=1), []
-    for _ in range(4):
+    for _ in range(4):  # eagerly; recorded, which runs it here, and replayed; replayed twice
         graphs.run("a", lambda: calls.append("a"))
-    assert len(graphs) == 1 and calls == ["a"] * 4
+    assert len(graphs) == 1 and calls == ["a"] * 5
     for _ in range(4):
         graphs.run("b", lambda: calls.append("b"))
-    assert len(graphs) == 1 and calls[4:] == ["b"] * 4
+    assert len(graphs) == 1 and calls[5:] == ["b"] * 4
     graphs.clear()
     assert len(graphs) == 0
+
+
+def test_what_a_drafter_does_in_python_is_not_needed_again() -> None:
+    """A replay runs no Python: `propose` must leave nothing behind but tensors."""
+    target = tiny("llama")
+    for drafter in (engine.DraftModel(target), engine.NGramDrafter()):
+        llm = engine.load(target, drafter=drafter, num_draft_tokens=2)
+        llm.generate([[5, 6, 7]], engine.SamplingParams(max_new_tokens=8))
+        propose, changes = drafter.propose, []
+
+        def watched(*args: Any, propose: Any = propose, drafter: Any = drafter, changes: list = changes) -> Any:
+            before = {key: value for key, value in vars(drafter).items() if key != "propose"}
+            result = propose(*args)
+            changes.append({key: value for key, value in vars(drafter).items() if key != "propose"} != before)
+            return result
+
+        drafter.propose = watched  # type: ignore[method-assign]
+        llm.generate([[5, 6, 7]], engine.SamplingParams(max_new_tokens=8))
+        assert changes and not any(changes)
 
 
 def test_without_graphs_the_round_is_read_late_or_not_alike() -> None:

@@ -12,7 +12,9 @@ class Drafter(Protocol):
     A drafter that keeps something per row keeps it per slot: `state.rows` are the slots of a state's rows.
 
     One that also has `graph_key() -> Hashable | None` is captured in CUDA graphs: the key tells apart whatever `propose`
-    depends on beside the tensors that it reads in place, and None asks for an eager call. `observe` is never captured.
+    depends on beside the tensors that it reads in place, and None asks for an eager call. What `propose` does in Python is
+    then not done again; `observe` is never captured. `reserve(length)`, if there is one, is called before rows of that
+    length come.
     """
 
     def prefill(self, state: BatchState) -> None:

@@ -29,7 +29,6 @@ class DraftModel:
         self._ragged: RaggedModel | None = None
         self._shared_vocab_size = 0
         self._rounds_missed = 0  # since it drafted last; each added a token to a row
-        self._drafting = False
 
     def attach(self, num_slots: int, target_vocab_size: int) -> None:
         """Make a cache for the target's slots; drafts are drawn from ids that both models have."""
@@ -42,16 +41,19 @@ class DraftModel:
         assert self._ragged is not None
         return self._ragged
 
+    def reserve(self, length: int) -> None:
+        """Make room for rows of this length."""
+        self.ragged.cache.reserve(length)
+
     def prefill(self, state: BatchState) -> None:
         """Read the prompts of new rows, but for their pending tokens."""
-        self.ragged.cache.reserve(state.max_limit)
+        self.reserve(state.max_limit)
         self.ragged.prefill(state.tokens, [(0, length - 1) for length in state.prompt_lengths], state.rows)
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw token after token, each row under its own temperature and filters."""
         # The last two tokens and those missed; fewer where the text has no more, none in rows that are not active.
         width = min(2 + self._rounds_missed, state.max_text_length)
-        self._rounds_missed, self._drafting = 0, True
         start = (state.seq_lens + 1 - width).clamp(min=0)
         fed = (state.seq_lens - start + 1) * state.active
         ends = state.gather(start[:, None] + torch.arange(width, device=start.device))
@@ -71,9 +73,8 @@ class DraftModel:
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Rolling back is the state's lower `seq_lens`; only rounds without drafts have to be made up for."""
-        if not self._drafting:
-            self._rounds_missed += 1
-        self._drafting = False
+        drafted = verdict.tokens.shape[1] > 1
+        self._rounds_missed = 0 if drafted else self._rounds_missed + 1
 
     def graph_key(self) -> Hashable | None:
         """What `propose` depends on beside the state; None: this time it may not be captured."""

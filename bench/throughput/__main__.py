@@ -1,0 +1,69 @@
+"""See `python -m bench.throughput --help`."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from bench.throughput.command_line import parse
+from bench.throughput.options import Options
+from bench.throughput.prompts import read_prompts, select
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then write `table.md` and the plots; returns the exit status.
+
+    2 for bad input, 1 for a failure, 130 after Ctrl-C, which keeps what was measured.
+    """
+    options, restart, report_only = parse(arguments)
+    try:
+        if report_only:
+            return _report(options)
+        _check_before_work(options)
+        return _measure(options, restart)
+    except (ValueError, FileNotFoundError) as error:
+        return _fail(error, 2)
+    except (OSError, ImportError, MemoryError) as error:
+        return _fail(error, 1)
+
+
+def _check_before_work(options: Options) -> None:
+    """What needs no model."""
+    select(read_prompts(options.prompts), options.categories, options.per_category, options.max_turns)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        probe = options.out / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"out must be a folder that can be written, got {options.out}: {error.strerror}") from error
+
+
+def _measure(options: Options, restart: bool) -> int:
+    from bench.throughput.run import run
+
+    try:
+        run(options, restart)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the same command goes on from {options.out}", file=sys.stderr)
+        if (options.out / "records.jsonl").exists():
+            _report(options)
+        return 130
+    return _report(options)
+
+
+def _report(options: Options) -> int:
+    from bench.throughput.report import write_report
+
+    print(write_report(options.out))
+    return 0
+
+
+def _fail(error: Exception, status: int) -> int:
+    if os.environ.get("ENGINE_DEBUG"):
+        raise error
+    print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The models that all methods share, loaded once for a dtype.
+
+Twice, to be exact: ours as `engine.load` makes them from their names, since it may lay weights out anew, and for everybody
+else as transformers loads them, when somebody first asks.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+import engine
+from bench.throughput.options import Options
+from engine.demo_prompts import find_model
+from engine.terminal import loading
+
+TARGET = ""  # the key of the target among the models; draft models go by the name that the user gave
+
+
+@dataclass
+class Bed:
+    """A target, its tokenizer and the draft models; all on one device.
+
+    Attributes:
+        ours: models as our engine loads them, with their tokenizers.
+        context_length: prompt and new tokens together fit in.
+        eos_token_ids: where an answer ends; empty where the end of sequence is ignored.
+    """
+
+    ours: dict[str, tuple[PreTrainedModel, Any]]
+    context_length: int
+    eos_token_ids: frozenset[int]
+    ignore_eos: bool
+    _stock: dict[str, PreTrainedModel] = field(default_factory=dict)
+
+    @property
+    def target(self) -> PreTrainedModel:
+        return self.ours[TARGET][0]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.ours[TARGET][1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
+    def dtype(self) -> str:
+        return str(self.target.dtype).removeprefix("torch.")
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.target.config.get_text_config().vocab_size)
+
+    @property
+    def pad_token_id(self) -> int:
+        """Any id does: padding is masked."""
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        return pad if pad is not None else min(self.eos_token_ids, default=0)
+
+    def source(self, name: str = TARGET) -> str:
+        """Hub id or folder of a model; of a GGUF file, the folder that it was converted to."""
+        return str(self.ours[name][0].name_or_path)
+
+    def stock_copy(self, name: str = TARGET) -> PreTrainedModel:
+        """A model as transformers loads it, in modules and with a config of its own, sharing the weights with other copies.
+
+        Its generation ends as ours does, and does nothing else that a checkpoint may ask for.
+        """
+        if name not in self._stock:
+            model: Any = AutoModelForCausalLM.from_pretrained(self.source(name), dtype=self.ours[name][0].dtype)
+            self._stock[name] = model.to(self.device).eval()
+        model = self._stock[name]
+        weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+        twin: PreTrainedModel = copy.deepcopy(model, weights)
+        eos: Any = sorted(self.eos_token_ids) or None
+        twin.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=self.pad_token_id)
+        return twin
+
+
+def load_bed(options: Options, dtype: str) -> Bed:
+    """Load the target and all draft models.
+
+    Raises:
+        ValueError: for a checkpoint that the engine refuses, or without a tokenizer.
+        OSError: for a hub id that cannot be had.
+    """
+    target = options.target or find_model()
+    main = _load(target, dtype, options.device)
+    if main.tokenizer is None:
+        raise ValueError(f"target must have a tokenizer, {target} has none")
+    ours = {TARGET: (main.target_model, main.tokenizer)}
+    for name in options.draft_models:
+        draft = _load(name, main.target_model.dtype, str(main.target_model.device))
+        ours[name] = (draft.target_model, draft.tokenizer)
+    eos = frozenset() if options.ignore_eos else eos_token_ids(main.target_model, main.tokenizer)
+    return Bed(ours, main.max_length, eos, options.ignore_eos)
+
+
+def _load(source: str, dtype: Any, device: str) -> engine.Engine:
+    with loading(source, note=True):
+        return engine.load(source, drafter=None, dtype=dtype, device=device, max_batch_size=1)
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Where the engine ends a text: as the generation config says, else the model's config, else the tokenizer."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list | tuple) else [ids])
+    return frozenset()

@@ -1,0 +1,107 @@
+"""The command line of `python -m bench.throughput`."""
+
+import argparse
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.throughput.options import BASELINES, RULES, Options
+from bench.throughput.presets import PRESETS
+
+
+def _number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise argparse.ArgumentTypeError(f"must be name=value, got {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, {"true": True, "false": False, "none": None}.get(value.lower(), value)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Options that are lists take several values: `-k 1 2 4 8`."""
+    made = argparse.ArgumentParser(
+        prog="python -m bench.throughput",
+        description="Whole generations: this engine against transformers and others, interleaved prompt by prompt.",
+        argument_default=argparse.SUPPRESS,
+    )
+    add = made.add_argument
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="for records.jsonl, table.md and plots; a run there goes on",
+    )
+    add("--restart", action="store_true", help="discard the run that is in --out")
+    add(
+        "--report-only",
+        action="store_true",
+        help="write table and plots anew from the records in --out, and measure nothing",
+    )
+    add("--preset", choices=sorted(PRESETS), help="a published small experiment; other options override its own")
+    models = made.add_argument_group("models")
+    models.add_argument(
+        "--target", "-t", metavar="MODEL", help="hub id, folder or GGUF file; default: SmolLM2-135M-Instruct"
+    )
+    models.add_argument(
+        "--drafters", "-d", nargs="*", metavar="DRAFTER",
+        help="ngram, synthetic:A (not a real drafter: right with probability A, to see the engine's own costs), or models",
+    )  # fmt: skip
+    models.add_argument(
+        "--drafts", nargs="+", metavar="HOW", help="how draft models draw: own (as the target), greedy, sampled"
+    )
+    models.add_argument(
+        "--num-draft-tokens", "-k", nargs="+", type=_number_or_auto, metavar="K", help="tokens drafted in a round"
+    )
+    models.add_argument("--verification", nargs="+", metavar="RULE", help=", ".join(RULES))
+    models.add_argument(
+        "--dtypes", nargs="+", metavar="DTYPE", help="auto (the checkpoint's own), bfloat16, float32, ..."
+    )
+    models.add_argument("--device", help="auto, cpu, cuda:0, ...")
+    models.add_argument("--exact", action=argparse.BooleanOptionalAction, help="default: on an accelerator only")
+    models.add_argument(
+        "--load-option", dest="load_options", action="append", type=_assignment, metavar="NAME=VALUE",
+        help="one more argument of engine.load; may be given several times",
+    )  # fmt: skip
+    work = made.add_argument_group("work")
+    work.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines with question_id, category and turns")
+    work.add_argument("--categories", nargs="+", metavar="NAME", help="only these")
+    work.add_argument("--per-category", type=int, metavar="N", help="only the first N prompts of each category")
+    work.add_argument("--max-turns", type=int, metavar="N", help="only the first N turns of a conversation")
+    work.add_argument(
+        "--max-prompt-tokens", type=int, metavar="N", help="longer prompts lose their middle; default: 700"
+    )
+    work.add_argument("--template", help="chat, raw, or auto: chat where the tokenizer has a template")
+    work.add_argument("--batch-sizes", "-b", nargs="+", type=int, metavar="B")
+    work.add_argument("--temperatures", "-T", nargs="+", type=float, metavar="T", help="0 is greedy")
+    work.add_argument("--max-new-tokens", "-n", nargs="+", type=int, metavar="N")
+    work.add_argument("--ignore-eos", action="store_true", help="all answers get --max-new-tokens tokens")
+    work.add_argument("--repeats", type=int, metavar="N", help="so many times each prompt")
+    work.add_argument("--seed", type=int)
+    work.add_argument(
+        "--baselines", nargs="*", metavar="NAME", help=f"of {', '.join(BASELINES)}; default: all but no-cache"
+    )
+    work.add_argument("--relative-to", metavar="METHOD", help='what ratios refer to; default: "transformers plain"')
+    return made
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Options, bool, bool]:
+    """The options of a command line, whether to restart, whether to report only. Exits with status 2 on bad ones."""
+    made = parser()
+    given = vars(made.parse_args(arguments))
+    restart, report_only = given.pop("restart", False), given.pop("report_only", False)
+    settings = dict(PRESETS[given["preset"]].options) if "preset" in given else {}
+    settings |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    settings["load_options"] = dict(settings.get("load_options", ()))
+    settings["out"] = settings["out"].expanduser().resolve()
+    try:
+        return Options(**settings), restart, report_only
+    except (ValueError, FileNotFoundError) as error:
+        made.error(str(error))

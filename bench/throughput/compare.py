@@ -1,0 +1,51 @@
+"""Where two texts part, and how nearly the target was undecided there."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.demo import first_difference
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which a text leaves plain decoding's."""
+
+    position: int  # among the new tokens, from 0
+    token: int | None  # of the text; None: it ends before
+    plain_token: int | None  # of plain decoding's text; None: that one ends before
+    # log p(plain token) - log p(token) under the target, from one plain call over what both have in common: near 0 where
+    # rounding may decide. None where one of the texts ends.
+    log_prob_gap: float | None
+
+
+class Comparer:
+    """Compares texts; remembers a gap, since several methods often part from plain at one token."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        self._target = target
+        self._gaps: dict[tuple[int, ...], float] = {}
+
+    def difference(self, prompt: list[int], tokens: list[int], plain: list[int]) -> Difference | None:
+        """None where the texts are the same."""
+        position = first_difference(plain, tokens)
+        if position is None:
+            return None
+        token, plain_token = (ids[position] if position < len(ids) else None for ids in (tokens, plain))
+        gap = None
+        if token is not None and plain_token is not None:
+            key = (*prompt, *plain[:position], -1, token, plain_token)
+            if key not in self._gaps:
+                self._gaps[key] = log_prob_gap(self._target, prompt + plain[:position], plain_token, token)
+            gap = self._gaps[key]
+        return Difference(position, token, plain_token, gap)
+
+
+def log_prob_gap(target: PreTrainedModel, text: list[int], token: int, other: int) -> float:
+    """log p(token | text) - log p(other | text), in nats, from one plain call."""
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([text], device=target.device), "use_cache": False}
+    with torch.no_grad():
+        logits = target(**inputs).logits[0, -1].double()
+    return float(logits[token] - logits[other])

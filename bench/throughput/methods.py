@@ -1,0 +1,140 @@
+"""What a contender is: prompts as token ids in, new token ids and what it tells about its rounds out."""
+
+import importlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from bench.throughput.bed import Bed
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What all methods that are compared with each other have in common."""
+
+    dtype: str
+    batch_size: int
+    temperature: float
+    max_new_tokens: int
+
+    @property
+    def label(self) -> str:
+        rule = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        return f"{self.dtype}, batch {self.batch_size}, {rule}, {self.max_new_tokens} new tokens"
+
+
+@dataclass
+class Row:
+    """One answer. Rounds are target calls behind which tokens came out."""
+
+    token_ids: list[int]
+    rounds: int | None = None
+    draft_tokens: int | None = None  # proposed
+    accepted_tokens: int | None = None
+    acceptance_per_position: list[float] = field(default_factory=list)
+
+    @classmethod
+    def plain(cls, token_ids: list[int]) -> "Row":
+        """One target call for each token."""
+        return cls(token_ids, len(token_ids), 0, 0)
+
+    @classmethod
+    def of_rounds(cls, token_ids: list[int], rounds: Sequence[tuple[int, int]]) -> "Row":
+        """From (proposed, accepted) of each round."""
+        longest = max((proposed for proposed, _ in rounds), default=0)
+        per_position = [
+            sum(accepted > i for _, accepted in rounds) / sum(proposed > i for proposed, _ in rounds)
+            for i in range(longest)
+        ]
+        proposed, accepted = (sum(counts) for counts in zip(*rounds, strict=True)) if rounds else (0, 0)
+        return cls(token_ids, len(rounds), proposed, accepted, per_position)
+
+
+@dataclass
+class Call:
+    """What one call gave. Seconds are those of the whole call, which its rows share; None: not known."""
+
+    rows: list[Row]
+    prefill_seconds: float | None = None  # from the start until the prompts are read
+    prefill_tokens: int = 0  # tokens, of all rows, that came out of reading the prompts
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None  # target calls and verification, in rounds
+
+
+class Method(ABC):
+    """One way to continue prompts.
+
+    Attributes:
+        name: in the tables; unique in a contest.
+        num_draft_tokens: K, or None where it is not a number that was asked for.
+        drafter: what drafts, or None.
+        synthetic: its drafter is no real one; every table says so.
+        one_at_a_time: it serves one prompt per call.
+        needs_gpu: it makes no sense elsewhere.
+        module: what must be importable for it.
+        full_warmup: to be warm it needs a call of full length.
+    """
+
+    name: str
+    num_draft_tokens: int | str | None = None
+    drafter: str | None = None
+    synthetic = False
+    one_at_a_time = False
+    needs_gpu = False
+    module: str | None = None
+    full_warmup = False
+
+    def unavailable(self, contest: Contest, device: str) -> str | None:
+        """Why it cannot take part, as far as can be told without a model; None: it can."""
+        if self.module is not None:
+            try:
+                importlib.import_module(self.module)
+            except Exception as error:  # a half-installed package fails in its own ways
+                return f"cannot import {self.module}: {type(error).__name__}: {error}".splitlines()[0]
+        if self.needs_gpu and device != "cuda":
+            return "needs a GPU"
+        if self.one_at_a_time and contest.batch_size > 1:
+            return "serves one prompt at a time, no batches"
+        return None
+
+    @abstractmethod
+    def prepare(self, bed: "Bed", contest: Contest) -> None:
+        """Get ready for calls of a contest."""
+
+    @abstractmethod
+    def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
+        """Continue the prompts; the time of the call is taken outside."""
+
+    def close(self) -> None:  # noqa: B027  # most have nothing of their own
+        """Let go of what `prepare` made."""
+
+
+class FirstLogits:
+    """Notes when a model's head first ran: then its prompts are read. Costs later calls nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self._begin = time.perf_counter()
+        self.seconds: float | None = None
+        self._handle = model.get_output_embeddings().register_forward_hook(self._note)
+
+    def _note(self, head: torch.nn.Module, inputs: Any, logits: Any) -> None:
+        synchronize(logits.device)
+        self.seconds = time.perf_counter() - self._begin
+        self._handle.remove()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has always finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def up_to_end(token_ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+    """The ids up to the first end of sequence, which counts as a token."""
+    end = next((i for i, token in enumerate(token_ids) if token in eos_token_ids), len(token_ids))
+    return token_ids[: end + 1]

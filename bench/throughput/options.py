@@ -1,0 +1,181 @@
+"""What a run is asked to do, and the checks that need no model."""
+
+import inspect
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.throughput.prompts import OWN_PROMPTS, TEMPLATES
+
+BASELINES = ("plain", "lookup", "assistant", "compiled", "no-cache", "flashspec", "economize")
+DEFAULT_BASELINES = ("plain", "lookup", "assistant", "compiled", "flashspec", "economize")
+RULES = ("rejection", "block", "coupled")
+DRAFTS = ("own", "greedy", "sampled")
+# What the script itself passes to engine.load.
+_OWN_LOAD_OPTIONS = {
+    "target",
+    "drafter",
+    "num_draft_tokens",
+    "verification",
+    "exact",
+    "max_batch_size",
+    "dtype",
+    "device",
+}
+_OWN_LOAD_OPTIONS |= {"tokenizer"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every option of a run; see the help texts in `command_line`.
+
+    Raises:
+        ValueError: naming the option, the value and the rule.
+        FileNotFoundError: for a path that does not exist.
+    """
+
+    out: Path
+    prompts: Path = OWN_PROMPTS
+    preset: str | None = None
+    target: str | None = None
+    drafters: tuple[str, ...] = ("ngram",)
+    drafts: tuple[str, ...] = ("own",)
+    num_draft_tokens: tuple[int | str, ...] = (5,)
+    verification: tuple[str, ...] = ("rejection",)
+    batch_sizes: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    max_new_tokens: tuple[int, ...] = (128,)
+    dtypes: tuple[str, ...] = ("auto",)
+    device: str = "auto"
+    exact: bool | None = None
+    load_options: dict[str, Any] = field(default_factory=dict)
+    baselines: tuple[str, ...] = DEFAULT_BASELINES
+    relative_to: str = "transformers plain"
+    categories: tuple[str, ...] = ()
+    per_category: int | None = None
+    max_turns: int | None = None
+    max_prompt_tokens: int = 700
+    template: str = "auto"
+    ignore_eos: bool = False
+    repeats: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for k in self.num_draft_tokens:
+            if k != "auto" and (isinstance(k, str) or k < 0):
+                raise ValueError(f'num_draft_tokens must be >= 0 or "auto", got {k}')
+        for name in ("batch_sizes", "max_new_tokens"):
+            for value in getattr(self, name):
+                _at_least_one(name, value)
+        for name in ("per_category", "max_turns"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        _at_least_one("repeats", self.repeats)
+        if self.max_prompt_tokens < 2:
+            raise ValueError(f"max_prompt_tokens must be >= 2, got {self.max_prompt_tokens}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
+        for temperature in self.temperatures:
+            if not math.isfinite(temperature) or temperature < 0:
+                raise ValueError(f"temperatures must be finite numbers >= 0, got {temperature}")
+        for name, allowed in (("verification", RULES), ("drafts", DRAFTS), ("baselines", BASELINES)):
+            for value in getattr(self, name):
+                if value not in allowed:
+                    raise ValueError(f"{name} must be of {', '.join(allowed)}, got {value!r}")
+        if self.template not in TEMPLATES:
+            raise ValueError(f"template must be one of {', '.join(TEMPLATES)}, got {self.template!r}")
+        self._check_lists()
+        self._check_models()
+        self._check_load_options()
+
+    def _check_lists(self) -> None:
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, tuple)}
+        for name, values in lists.items():
+            if not values and name not in ("categories", "baselines", "drafters"):
+                raise ValueError(f"{name} must not be empty")
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} must not name anything twice, got {' '.join(map(str, values))}")
+
+    def _check_models(self) -> None:
+        for dtype in self.dtypes:
+            found = getattr(torch, dtype, None)
+            if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+                raise ValueError(f"dtypes must be 'auto' or floating torch dtypes such as 'bfloat16', got {dtype!r}")
+        kind = self.device.split(":")[0]
+        if kind not in ("auto", "cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+            raise ValueError(f"device must be 'auto', 'cpu' or a GPU that is there, got {self.device!r}")
+        if self.target is not None:
+            check_source("target", self.target)
+        labels: dict[str, str] = {}
+        for drafter in self.drafters:
+            if drafter.startswith("synthetic:"):
+                synthetic_acceptance(drafter)
+            elif drafter != "ngram":
+                check_source("drafter", drafter)
+            label = drafter_label(drafter)
+            if label in labels:
+                raise ValueError(
+                    f"drafters must have different names, got {labels[label]} and {drafter}, both {label!r} in the tables"
+                )
+            labels[label] = drafter
+
+    def _check_load_options(self) -> None:
+        import engine
+
+        known = set(inspect.signature(engine.load).parameters)
+        for name in self.load_options:
+            if name in _OWN_LOAD_OPTIONS:
+                raise ValueError(
+                    f"load-option must not be {name}, which has an option of its own or is set by this script"
+                )
+            if name not in known:
+                others = ", ".join(sorted(known - _OWN_LOAD_OPTIONS))
+                raise ValueError(f"load-option must be an argument of engine.load ({others}), got {name}")
+
+    @property
+    def draft_models(self) -> tuple[str, ...]:
+        """The drafters that are models."""
+        return tuple(d for d in self.drafters if d != "ngram" and not d.startswith("synthetic:"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that changes what is measured, ready for JSON; not where it is written."""
+        found = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        del found["out"]
+        return found | {"prompts": str(self.prompts.name)}
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be >= 1, got {value}")
+
+
+def check_source(role: str, source: str) -> None:
+    """Raise FileNotFoundError for what was meant as a path and does not exist; a hub id is "name" or "owner/name"."""
+    path = Path(source).expanduser()
+    meant_as_path = (
+        path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or path.suffix == ".gguf"
+    )
+    if not source or (meant_as_path and not path.exists()):
+        raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}")
+
+
+def synthetic_acceptance(drafter: str) -> float:
+    """The acceptance that "synthetic:0.8" asks for."""
+    text = drafter.removeprefix("synthetic:")
+    try:
+        acceptance = float(text)
+    except ValueError:
+        acceptance = math.nan
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"drafter synthetic:A must have an acceptance A in [0, 1], got {text!r}")
+    return acceptance
+
+
+def drafter_label(drafter: str) -> str:
+    """What the tables call a drafter."""
+    if drafter.startswith("synthetic:"):
+        return f"synthetic {synthetic_acceptance(drafter):g}"
+    return Path(drafter).name

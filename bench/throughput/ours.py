@@ -1,0 +1,122 @@
+"""This project's engine as a contender."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import engine
+from bench.throughput.bed import Bed
+from bench.throughput.methods import Call, Contest, Method, Row
+from bench.throughput.options import drafter_label, synthetic_acceptance
+from bench.throughput.synthetic import SyntheticDrafter
+
+NOT_REAL = "not a real drafter"
+
+
+class GreedyDrafts(engine.DraftModel):
+    """Drafts the draft model's likeliest tokens, whatever the temperature: one-hot drafts."""
+
+    def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        cold = replace(state, temperature=torch.zeros_like(state.temperature), all_greedy=True, filtered=False)
+        return engine.Proposal(super().propose(cold, num_draft_tokens).tokens)
+
+
+class SampledDrafts(engine.DraftModel):
+    """Draws drafts at temperature 1 for a greedy target, for which any draft is as good as its token."""
+
+    def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        warm = replace(state, temperature=torch.ones_like(state.temperature), all_greedy=False)
+        return engine.Proposal(super().propose(warm, num_draft_tokens).tokens)
+
+
+class Ours(Method):
+    """An engine of its own over the shared target.
+
+    Args:
+        drafter: "ngram", "synthetic:A", the name of a draft model, or None for plain decoding.
+        num_draft_tokens: K, or "auto".
+        verification: the rule.
+        drafts: "own" (as the target draws), "greedy" or "sampled".
+        exact, load_options: for engine.load.
+        max_length: prompt and new tokens together, cut to the target's context; None: the context.
+        seed: of a synthetic drafter's errors.
+    """
+
+    def __init__(
+        self,
+        drafter: str | None,
+        num_draft_tokens: int | str = 0,
+        verification: str = "rejection",
+        drafts: str = "own",
+        exact: bool | None = None,
+        load_options: dict[str, Any] | None = None,
+        max_length: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.drafter, self.num_draft_tokens = drafter, num_draft_tokens
+        self._num_draft_tokens = num_draft_tokens
+        self.verification, self.drafts = verification, drafts
+        self.synthetic = drafter is not None and drafter.startswith("synthetic:")
+        self._settings: dict[str, Any] = {"exact": exact, **(load_options or {})}
+        self._max_length, self._seed = max_length, seed
+        self.name = "ours plain" if drafter is None else f"ours {drafter_label(drafter)} K={num_draft_tokens}"
+        if drafter is not None:
+            self.name += "" if verification == "rejection" else f" {verification}"
+            self.name += "" if drafts == "own" else f", {drafts} drafts"
+            self.name += f" ({NOT_REAL})" if self.synthetic else ""
+        self.plain_texts: list[list[int]] = []  # for a synthetic drafter: what plain decoding gave for these prompts
+
+    def unavailable(self, contest: Contest, device: str) -> str | None:
+        if self.synthetic and contest.temperature > 0 and self.verification != "coupled":
+            return "a drafter of given acceptance needs a text that is sure: temperature 0, or the rule coupled"
+        return super().unavailable(contest, device)
+
+    def prepare(self, bed: Bed, contest: Contest) -> None:
+        self._contest, self._bed = contest, bed
+        self._drafter = self._make_drafter(bed)
+        if self._max_length is not None:
+            self._settings.setdefault("max_length", min(self._max_length, bed.context_length))
+        self._llm = engine.load(
+            bed.target,
+            drafter=self._drafter,
+            num_draft_tokens=self._num_draft_tokens,
+            verification=self.verification,
+            max_batch_size=contest.batch_size,
+            tokenizer=bed.tokenizer,
+            **self._settings,
+        )
+
+    def _make_drafter(self, bed: Bed) -> Any:
+        if self.drafter is None or self.drafter == "ngram":
+            return self.drafter
+        if self.synthetic:
+            return SyntheticDrafter(synthetic_acceptance(self.drafter), bed.vocab_size, self._seed)
+        kind = {"own": engine.DraftModel, "greedy": GreedyDrafts, "sampled": SampledDrafts}[self.drafts]
+        return kind(*bed.ours[self.drafter])
+
+    def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
+        params = [
+            engine.SamplingParams(
+                self._contest.temperature, max_new_tokens=max_new_tokens, seed=seed, ignore_eos=self._bed.ignore_eos
+            )
+            for seed in seeds
+        ]
+        if isinstance(self._drafter, SyntheticDrafter):
+            self._drafter.expect(prompts, self.plain_texts)
+        before = _seconds(self._llm.stats)
+        outputs = self._llm.generate(prompts, params)
+        prefill, draft, verify = (b - a for a, b in zip(before, _seconds(self._llm.stats), strict=True))
+        rows = []
+        for output in outputs:
+            stats = output.stats
+            accepted, per_position = stats.accepted_tokens, stats.acceptance_per_position
+            rows.append(Row(output.token_ids, stats.rounds, stats.draft_tokens, accepted, per_position))
+        return Call(rows, prefill, 0, draft, verify)
+
+    def close(self) -> None:
+        self._llm = self._drafter = None  # type: ignore[assignment]
+
+
+def _seconds(stats: engine.Stats) -> tuple[float, float, float]:
+    return stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds

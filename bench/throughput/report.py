@@ -1,0 +1,38 @@
+"""From a run's records to `table.md` and plots."""
+
+from pathlib import Path
+
+from bench.report import table
+from bench.throughput import plots
+from bench.throughput.records import read_records, read_run
+from bench.throughput.summary import overall, summarize
+from bench.throughput.table import HEADER, cells, left_out, markdown
+
+TABLE = "table.md"
+
+
+def write_report(folder: Path) -> str:
+    """Write table and plots; returns the figures over all categories, to be shown.
+
+    Raises:
+        ValueError: if the folder holds no run, or a damaged one.
+    """
+    run, records = read_run(folder), read_records(folder)
+    relative_to = run["options"]["relative_to"]
+    summaries = summarize(records, relative_to)
+    drawn: list[str] = []
+    notes = []
+    if not any(summary.ratios for found in summaries.values() for summary in found):
+        notes.append(f'no ratios: "{relative_to}" has no calls')
+    if plots.available():
+        drawn = plots.draw_all(summaries, relative_to, folder)
+    else:
+        notes.append(plots.MISSING)
+    (folder / TABLE).write_text(markdown(run, summaries, drawn, notes), encoding="utf-8")
+    lines = []
+    for contest, found in summaries.items():
+        lines += ["", contest.label, "", *table(HEADER[1:], [cells(summary)[1:] for summary in overall(found)])]
+    skipped = [f"left out: {line}" for line in left_out(run)]
+    state = [] if run["complete"] else ["This run is not complete."]
+    written = ", ".join([TABLE, *drawn])
+    return "\n".join([*lines, "", *skipped, *notes, *state, f"{folder}: {len(records)} records, {written}"])

@@ -1,0 +1,92 @@
+"""A run: all contests of all dtypes, one after another."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from bench import timing
+from bench.report import environment
+from bench.throughput import plan
+from bench.throughput.bed import load_bed
+from bench.throughput.match import Match, say, skip, tidy
+from bench.throughput.options import Options
+from bench.throughput.prompts import Prompt, groups, read_prompts, select
+from bench.throughput.records import Records
+from engine.demo_prompts import find_model
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = (ROOT / "engine", ROOT / "kernels", ROOT / "bench" / "throughput")
+PACKAGES = ("torch", "triton", "transformers", "flashspec", "economize")  # that records depend on
+
+
+def describe(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """All that a record depends on."""
+    device = (
+        "cuda"
+        if options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
+        else "cpu"
+    )
+    found = environment(device)
+    found["versions"] = {name: found["versions"].get(name) for name in ("python", "cuda", "hip", *PACKAGES)}
+    for package in PACKAGES:
+        try:
+            found["versions"][package] = version(package)
+        except PackageNotFoundError:
+            found["versions"][package] = None
+    found["code"] = _digest(*(path.read_text() for path in sorted(chain(*(home.rglob("*.py") for home in CODE)))))
+    texts = _digest(*(json.dumps(asdict(prompt)) for prompt in prompts))
+    models = {name: _files(name) for name in (options.target, *options.draft_models) if name and Path(name).exists()}
+    chosen = options.as_dict() | {"target": options.target or Path(find_model()).name}
+    about = {"options": chosen, "prompts": f"{len(prompts)} prompts, {texts}", "environment": found}
+    return about | {"models": models}
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _files(model: str) -> str:
+    """The state of a checkpoint on disk, without reading its gigabytes."""
+    path = Path(model).expanduser()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    return _digest(*(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats))
+
+
+def run(options: Options, restart: bool = False) -> Records:
+    """Measure all that is not measured yet.
+
+    Raises:
+        ValueError: for options that do not fit the prompts, the models or the run in the folder.
+    """
+    prompts = select(read_prompts(options.prompts), options.categories, options.per_category, options.max_turns)
+    planned = plan.contests(options, "")
+    plan.methods(options, planned[0])  # so that a wrong name is told before anything is done
+    timing.use_all_cores()
+    records = Records(options.out, describe(options, prompts), restart)
+    if records.run["complete"]:
+        say(f"{options.out} holds this run, complete: nothing is measured again")
+        return records
+    units = sum(len(groups(prompts, contest.batch_size)) for contest in planned) * options.repeats
+    with tqdm(total=units * len(options.dtypes), unit="call", dynamic_ncols=True, smoothing=0) as bar:
+        for dtype in options.dtypes:
+            bed = None
+            for contest in plan.contests(options, dtype):
+                if contest.label in records.run["finished"]:
+                    skip(bar, len(groups(prompts, contest.batch_size)) * options.repeats)
+                    continue
+                bed = bed or load_bed(options, dtype)
+                Match(options, records, bed, replace(contest, dtype=bed.dtype), prompts).play(bar)
+                records.save_run(finished=[*records.run["finished"], contest.label])
+            del bed
+            tidy()
+    records.save_run(complete=True)
+    return records

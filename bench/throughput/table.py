@@ -1,0 +1,153 @@
+"""A run as Markdown."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from bench.report import table
+from bench.throughput.match import PLAINS
+from bench.throughput.methods import Contest
+from bench.throughput.summary import Summary, overall
+
+HEADER = ["category", "method", "calls", "median", "mean", "worst", "tokens/s", "after prefill", "prefill, ms"]
+HEADER += ["acceptance", "tokens per target call", *(f"same text as {plain}" for plain in PLAINS), "largest gap"]
+PARTS = ["method", "draft, ms", "verify, ms", "overhead, ms", "draft token / plain step", "acceptance by position"]
+NOTES = """\
+*median*, *mean*, *worst*: tokens/s of a call divided by those of "{relative_to}" for the same prompts, in the same run, method
+after method on each prompt. *tokens/s*: all tokens divided by all seconds, reading the prompts included; *after prefill*
+without it (and without the tokens that reading the prompt gives: ours gives none, others one or more). Tokens are counted as
+ids, the end of sequence included. *prefill*: median. *acceptance*: accepted / proposed draft tokens. *same text*: token ids;
+texts are compared where they are meant to be the same: greedy, and sampled with the rule `coupled`. *largest gap*: how much
+likelier the target holds one of the two tokens at which texts part, in nats, from one plain call over what they have in
+common. In bfloat16, logits between 16 and 32 lie 0.125 apart: a gap of that size is rounding."""
+SYNTHETIC_NOTE = """\
+**"not a real drafter"**: it knows plain's text and corrupts it, each token with a given probability. Its rows say what the
+engine costs at a given acceptance, and nothing of what a drafter reaches."""
+PARTS_NOTE = """\
+Times of a round of the whole batch, mean of a call and median of the calls. *overhead*: all that is neither prefill, nor drafting, nor the target's call with its
+verification. *draft token / plain step*: seconds to draft a token, K in a round, divided by those of a round of plain
+decoding: the cost ratio c of Leviathan et al. *acceptance by position*: of rounds that proposed an i-th token, how many took
+it."""
+
+
+PLOTS_NOTE = """\
+Dashed in the plots against K: the tokens per target call that equation 1 of Leviathan et al. (arXiv 2211.17192) expects of
+drafts that stand with one probability, fitted to all K; and with it the acceptance, and by theorem 3.8, with the measured cost
+ratio, the speedup. It takes every round to propose K tokens, which an n-gram drafter does not, and a target call to cost the
+same for one token and for K+1."""
+
+
+def markdown(
+    run: dict[str, Any], summaries: dict[Contest, list[Summary]], plots: Sequence[str], notes: Sequence[str]
+) -> str:
+    """The whole report."""
+    options = run["options"]
+    lines = ["# Throughput", ""]
+    if not run["complete"]:
+        lines += ["**This run is not complete: what follows is what it measured so far.**", ""]
+    lines += [
+        f"{name.replace('_', ' ')}: {_plain(value)}  " for name, value in options.items() if value not in (None, [], {})
+    ]
+    lines += [f"{name}: {_plain(value)}  " for name, value in run["environment"].items()]
+    synthetic = False
+    for contest, found in summaries.items():
+        synthetic |= any(summary.synthetic for summary in found)
+        lines += ["", f"## {contest.label}", "", *table(HEADER, [cells(summary) for summary in found])]
+        if parts := part_rows(overall(found)):
+            lines += ["", *table(PARTS, parts)]
+        if any(summary.synthetic for summary in found):
+            lines += ["", SYNTHETIC_NOTE]
+    lines += ["", "## How to read this", "", NOTES.format(relative_to=options["relative_to"]), "", PARTS_NOTE]
+    for title, entries in (("Left out", left_out(run)), ("Notes", notes)):
+        if entries:
+            lines += ["", f"## {title}", "", *(f"- {entry}" for entry in entries)]
+    if plots:
+        lines += ["", "## Plots", ""]
+        lines += [PLOTS_NOTE, ""] if any(name.startswith("drafts") for name in plots) else []
+        lines += [f"![{name}]({name})" for name in plots]
+    return "\n".join([*lines, ""])
+
+
+def left_out(run: dict[str, Any]) -> list[str]:
+    """For each reason, the methods that took no part; and where, if they were not the same ones each time."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for entry in run["skipped"]:
+        reasons.setdefault(entry["reason"], {}).setdefault(entry["contest"], []).append(entry["method"])
+    lines = []
+    for reason, by_contest in reasons.items():
+        alike = {tuple(methods) for methods in by_contest.values()}
+        if len(alike) == 1:
+            lines.append(f"{', '.join(alike.pop())}: {reason}")
+        else:
+            lines += [f"{', '.join(methods)} ({contest}): {reason}" for contest, methods in by_contest.items()]
+    return lines
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items() if item is not None)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def cells(summary: Summary) -> list[str]:
+    """A summary as a row under HEADER."""
+    if not summary.calls:
+        return [summary.category, summary.method, f"{summary.errors} failed", *[""] * (len(HEADER) - 3)]
+    ratios: Sequence[float] = summary.ratios
+    shown = (
+        [f"{ratio:.2f}x" for ratio in (statistics.median(ratios), statistics.mean(ratios), min(ratios))]
+        if ratios
+        else [""] * 3
+    )
+    calls = str(len(summary.calls)) + (f" ({summary.errors} failed)" if summary.errors else "")
+    return [
+        summary.category,
+        summary.method,
+        calls,
+        *shown,
+        f"{summary.tokens_per_second:.1f}",
+        _shown(summary.decode_tokens_per_second, ".1f"),
+        _shown(summary.prefill_seconds, ".0f", 1e3),
+        _shown(summary.acceptance, ".0%"),
+        _shown(summary.block_efficiency, ".2f"),
+        *(_same(summary, plain) for plain in PLAINS),
+        _largest_gap(summary),
+    ]
+
+
+def _shown(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "" if value is None else format(value * scale, form)
+
+
+def _same(summary: Summary, plain: str) -> str:
+    compared = summary.compared_with(plain)
+    return f"{sum(difference is None for difference in compared)} of {len(compared)}" if compared else ""
+
+
+def _largest_gap(summary: Summary) -> str:
+    differences = [d for plain in PLAINS for d in summary.compared_with(plain) if d is not None]
+    gaps = [abs(d["log_prob_gap"]) for d in differences if d["log_prob_gap"] is not None]
+    return f"{max(gaps):.2g}" if gaps else ""
+
+
+def part_rows(summaries: Sequence[Summary]) -> list[list[str]]:
+    """Rows under PARTS, of the methods that tell."""
+    rows = []
+    plain = next((s.parts_per_round() for s in summaries if s.method == "ours plain"), None)
+    for summary in summaries:
+        parts = summary.parts_per_round()
+        if parts is None:
+            continue
+        cost = cost_ratio(summary, plain)
+        by_position = " ".join(f"{rate:.2f}" for rate in summary.acceptance_per_position)
+        times = [f"{1e3 * parts[name]:.2f}" for name in ("draft", "verify", "overhead")]
+        rows.append([summary.method, *times, "" if cost is None else f"{cost:.3f}", by_position])
+    return rows
+
+
+def cost_ratio(summary: Summary, plain: dict[str, float] | None) -> float | None:
+    """Seconds to draft a token divided by those of a round of plain decoding."""
+    parts, k = summary.parts_per_round(), summary.num_draft_tokens
+    if parts is None or plain is None or not isinstance(k, int) or k < 1:
+        return None
+    return parts["draft"] / k / sum(plain.values())

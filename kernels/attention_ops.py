@@ -1,0 +1,130 @@
+"""Attention over a static ragged cache, on any device: from Triton or from torch, chosen as in ops.py.
+
+scatter_kv(keys, values, new_keys, new_values, seq_lens, num_valid)
+output = ragged_attention(query, keys, values, seq_lens, num_valid=num_valid)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import attention_reference
+
+MAX_HEAD_DIM = 256
+MAX_BATCH = 65_535  # the third dimension of a grid
+
+
+def ragged_attention(
+    query: Tensor,  # [B, H, W, D] floating, any strides but 1 in the last dimension
+    keys: Tensor,  # [slots, H_kv, capacity, D] likewise, same dtype
+    values: Tensor,  # [slots, H_kv, capacity, D] likewise
+    seq_lens: Tensor,  # [B] int64, keys of each row before this call
+    *,
+    scale: float | None = None,  # None: 1 / sqrt(D)
+    window: int | None = None,  # keys that a query sees, its own included; None: all
+    softcap: float | None = None,  # None: off
+    sinks: Tensor | None = None,  # [H] floating; None: none
+    slots: Tensor | None = None,  # [B] int64, the cache row of each batch row; None: 0 ... B-1
+    kv_length: int | None = None,  # no query sees a key at or beyond it; None: capacity
+    num_valid: Tensor | None = None,  # [B] int64, columns of each row that are no padding; None: W
+) -> Tensor:
+    """Attention [B, W, H, D], contiguous, of W new columns whose K and V the cache already holds at seq_lens + i.
+
+    Column i of a row sees the keys up to position seq_lens + i; see `attention_reference.ragged_attention`. What a row
+    gives does not depend, bit for bit, on the other rows, its slot, the capacity or kv_length. Give num_valid wherever
+    columns may be padding: else what the cache holds in their place, if it is not finite, reaches the columns before.
+
+    Raises:
+        ValueError: naming the argument whose shape, dtype, strides or value does not fit.
+    """
+    _check_caches(keys, values, "query", query)
+    batch, num_heads = query.shape[:2]
+    num_slots, num_kv_heads, capacity = keys.shape[:3]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"query must have a multiple of the keys' {num_kv_heads} heads, got {num_heads}")
+    _check_rows(batch, num_slots, seq_lens=seq_lens, slots=slots, num_valid=num_valid)
+    if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_floating_point()):
+        raise ValueError(f"sinks must be floating of shape [H] = [{num_heads}], got {sinks.dtype} {list(sinks.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be >= 1 or None, got {window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be > 0 or None, got {softcap}")
+    if kv_length is not None and not 1 <= kv_length <= capacity:
+        raise ValueError(f"kv_length must be between 1 and the capacity {capacity}, got {kv_length}")
+    more: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, slots=slots)
+    more |= dict(kv_length=kv_length, num_valid=num_valid)
+    if _use_triton(query):
+        from .attention import ragged_attention as triton_ragged_attention
+
+        return triton_ragged_attention(query, keys, values, seq_lens, **more)
+    return attention_reference.ragged_attention(query, keys, values, seq_lens, **more)
+
+
+def scatter_kv(
+    keys: Tensor,  # [slots, H_kv, capacity, D] floating, any strides but 1 in the last dimension; written
+    values: Tensor,  # [slots, H_kv, capacity, D] likewise, same dtype; written
+    new_keys: Tensor,  # [B, H_kv, W, D] likewise
+    new_values: Tensor,  # [B, H_kv, W, D] likewise
+    seq_lens: Tensor,  # [B] int64, where column 0 of each row goes
+    num_valid: Tensor,  # [B] int64, columns of each row that are written
+    *,
+    slots: Tensor | None = None,  # [B] int64, the cache row of each batch row, all different; None: 0 ... B-1
+) -> None:
+    """Write the K and V of the first num_valid columns of each row at seq_lens, seq_lens + 1, ..., in place.
+
+    Columns that are padding write nothing, nor do those beyond the capacity. The torch twin waits for the device.
+
+    Raises:
+        ValueError: naming the argument whose shape, dtype, strides or value does not fit.
+    """
+    _check_caches(keys, values, "new_keys", new_keys)
+    _check_caches(keys, values, "new_values", new_values)
+    num_slots, num_kv_heads = keys.shape[:2]
+    for name, new in (("new_keys", new_keys), ("new_values", new_values)):
+        if new.shape != new_keys.shape or new.shape[1] != num_kv_heads:
+            raise ValueError(f"{name} must be [B, H_kv, W, D] with H_kv = {num_kv_heads}, got {list(new.shape)}")
+    _check_rows(new_keys.shape[0], num_slots, seq_lens=seq_lens, slots=slots, num_valid=num_valid)
+    if _use_triton(keys):
+        from .cache import scatter_kv as triton_scatter_kv
+
+        triton_scatter_kv(keys, values, new_keys, new_values, seq_lens, num_valid, slots=slots)
+    else:
+        attention_reference.scatter_kv(keys, values, new_keys, new_values, seq_lens, num_valid, slots=slots)
+
+
+def _use_triton(tensor: Tensor) -> bool:
+    from .ops import _use_triton  # here, so that ops.py can import this file
+
+    return _use_triton(tensor)
+
+
+def _check_caches(keys: Tensor, values: Tensor, name: str, new: Tensor) -> None:
+    """keys and values [slots, H_kv, capacity, D], and what goes with them, [B, heads, W, D]."""
+    for label, tensor in (("keys", keys), ("values", values), (name, new)):
+        if tensor.dim() != 4 or not tensor.is_floating_point() or tensor.dtype != keys.dtype:
+            raise ValueError(
+                f"{label} must be a floating tensor of 4 dimensions and of one dtype with keys ({keys.dtype}), "
+                f"got {tensor.dtype} of shape {list(tensor.shape)}"
+            )
+        if tensor.shape[3] != keys.shape[3] or not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{label} must have the keys' head size D = {keys.shape[3]}, between 1 and {MAX_HEAD_DIM}, "
+                f"in its last dimension, got shape {list(tensor.shape)}"
+            )
+        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+            raise ValueError(f"{label} must be contiguous in its last dimension, got stride {tensor.stride(3)}")
+    if values.shape != keys.shape:
+        raise ValueError(f"values must have the shape of keys {list(keys.shape)}, got {list(values.shape)}")
+    if new.shape[0] > MAX_BATCH:
+        raise ValueError(f"{name} must have at most {MAX_BATCH} rows, got {new.shape[0]}")
+
+
+def _check_rows(batch: int, num_slots: int, **values: Tensor | None) -> None:
+    for name, value in values.items():
+        if value is None:
+            continue
+        if value.shape != (batch,) or value.dtype != torch.int64:
+            raise ValueError(f"{name} must be int64 of shape [B] = [{batch}], got {value.dtype} {list(value.shape)}")
+    if values["slots"] is None and batch > num_slots:
+        raise ValueError(f"slots must be given where a batch has more rows than the cache, got {batch} and {num_slots}")

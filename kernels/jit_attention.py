@@ -1,0 +1,67 @@
+"""Parts of the attention kernels: which keys a query sees, tiles of K and V, logits, and what divides the sums."""
+
+import math
+
+import triton
+import triton.language as tl
+
+from .jit_rows import finite
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def load_lengths(seq_lens, num_valid, batch, width):
+    """Keys of a row before this call, and its columns that are no padding, int32."""
+    length = tl.load(seq_lens + batch).to(tl.int32)
+    valid = width
+    if num_valid is not None:
+        valid = tl.load(num_valid + batch).to(tl.int32)
+    return length, valid
+
+
+@triton.jit
+def visible_keys(first_column, last_column, length, valid, window, kv_length, BLOCK_N: tl.constexpr):
+    """[begin, end): holds all keys that columns first_column ... last_column see; begin is a multiple of BLOCK_N."""
+    end = tl.minimum(tl.minimum(length + last_column + 1, length + valid), kv_length)
+    begin = tl.zeros_like(end)
+    if window is not None:
+        begin = tl.maximum(length + first_column - window + 1, 0) // BLOCK_N * BLOCK_N
+    return begin, end
+
+
+@triton.jit
+def tile_offsets(dim, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets [BLOCK_N, BLOCK_D] inside a tile of keys that are STRIDE apart; 32 bits where they suffice."""
+    key = tl.arange(0, BLOCK_N)
+    if STRIDE * BLOCK_N >= 2**31:
+        key = key.to(tl.int64)
+    return key[:, None] * STRIDE + dim[None, :]
+
+
+@triton.jit
+def multiply(a, b, accumulator, WIDEN: tl.constexpr):
+    """a b + accumulator (None: 0) in float32; WIDEN: for the interpreter, which takes the bits of bfloat16 for integers."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, accumulator, input_precision="ieee")
+
+
+@triton.jit
+def logits_of(dots, scale, softcap):
+    """s / log 2, because exp2 is what a GPU has."""
+    if softcap is None:
+        s = dots * (scale * LOG2_E)
+    else:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), also where exp overflows
+        tanh = 1.0 - 2.0 / (tl.exp2(dots * (2.0 * scale / softcap * LOG2_E)) + 1.0)
+        s = tanh * (softcap * LOG2_E)
+    return s
+
+
+@triton.jit
+def inverse(peak, mass, sinks, head, mask):
+    """What the sums of query rows are multiplied by; 1 where a row saw nothing and has no sink: then they are 0."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2_E
+        mass += tl.exp2(sink - finite(peak))
+    return tl.div_rn(1.0, tl.where(mass == 0.0, 1.0, mass))
