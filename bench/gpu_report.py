@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench import timing
+from bench import end_to_end, timing
 from bench.cases import Case, all_cases
 from bench.measure import contest
 from bench.peers import PEERS, Compiled, Peer, Transformers
@@ -25,9 +25,6 @@ GPU_CASE = Case(batch=64, num_drafts=4, vocab_size=151936)  # the shape that the
 GOAL_CASES = ("one-hot", "full", "block", "coupled", "greedy", "one-hot, top-p 0.9", "full, top-p 0.9")
 CPU_VOCAB_SIZES = (32000, 49152, 128256, 151936)
 TEST_SECONDS = 240
-
-# End-to-end cases: title -> a function that takes the device and returns what goes into the report, as JSON.
-END_TO_END: dict[str, Callable[[str], Any]] = {}
 
 Step = tuple[str, Callable[[Report], None]]
 
@@ -71,7 +68,7 @@ def gpu_tests(report: Report) -> None:
     report.tests = {"outcome": f"{outcome}, {seconds} s", "exit_status": code, "tail": output.splitlines()[-25:]}
 
 
-def end_to_end(title: str, function: Callable[[str], Any]) -> Step:
+def end_to_end_case(title: str, function: Callable[[str], Any]) -> Step:
     def run(report: Report) -> None:
         report.end_to_end[title] = function(report.device)
 
@@ -96,8 +93,8 @@ def plan(device: str, quick: bool) -> Iterator[Step]:
             for dtype in (torch.bfloat16, torch.float32):
                 for vocab_size in CPU_VOCAB_SIZES:
                     yield cpu_contest(batch, vocab_size, dtype, repeats=repeats, seconds=seconds)
-    for title, function in END_TO_END.items():
-        yield end_to_end(title, function)
+    for title, function in end_to_end.CASES.items():
+        yield end_to_end_case(title, function)
 
 
 def run(folder: Path, *, quick: bool) -> Report:

@@ -35,7 +35,14 @@ Drafter = Annotated[
     _option("--drafter", "-d", help='"ngram", "none", or a draft model.', panel=MODEL, metavar="DRAFTER"),
 ]
 NumDraftTokens = Annotated[
-    str, _option("--num-draft-tokens", "-k", help="Tokens drafted in a round (K).", panel=MODEL, metavar="INTEGER")
+    str,
+    _option(
+        "--num-draft-tokens",
+        "-k",
+        help='Tokens drafted in a round (K); "auto": as many as pay, chosen while running.',
+        panel=MODEL,
+        metavar="INTEGER|auto",
+    ),
 ]
 Verification = Annotated[
     str,

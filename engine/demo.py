@@ -43,7 +43,7 @@ class DemoOptions:
 
     target: str | None
     drafter: str
-    num_draft_tokens: int
+    num_draft_tokens: int | str
     exact: bool | None
     max_new_tokens: int
     repeats: int

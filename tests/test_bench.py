@@ -17,7 +17,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
-from bench import gpu_report, timing
+from bench import end_to_end, gpu_report, timing
 from bench.cases import Case, all_cases, check_emitted, check_ours, make_inputs, our_call
 from bench.goals import GOALS
 from bench.measure import Contest, Record, contest, ratio_to
@@ -228,7 +228,7 @@ def tiny_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "use_all_cores", lambda: 1)
     monkeypatch.setattr(gpu_report, "CPU_VOCAB_SIZES", (500,))
-    monkeypatch.setitem(gpu_report.END_TO_END, "case", lambda device: {"tokens_per_s": 3})
+    monkeypatch.setattr(end_to_end, "CASES", {"case": lambda device: {"tokens_per_s": 3}})
 
 
 def test_report_on_cpu(tiny_report: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,7 +260,7 @@ def test_report_survives_failures_and_interruption(
     def interrupt(device: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_report, "END_TO_END", {"fails": fail, "interrupted": interrupt})
+    monkeypatch.setattr(end_to_end, "CASES", {"fails": fail, "interrupted": interrupt})
     with pytest.raises(KeyboardInterrupt):
         gpu_report.main(["--out", str(tmp_path), "--quick"])
     report = json.loads((tmp_path / "report.json").read_text())
