@@ -17,6 +17,7 @@ from .graphs import Graphs
 from .metrics import RoundClock, Stats
 from .model import EXACT_WIDTH, RaggedModel
 from .output import Output, Piece
+from .parallel import Ranks
 from .round import Round
 from .scheduler import Request
 from .serving import Server
@@ -36,6 +37,9 @@ class Engine:
     def __init__(self, model: PreTrainedModel, tokenizer: Any, drafter: Drafter | None, config: EngineConfig) -> None:
         self.exact = model.device.type != "cpu" if config.exact is None else config.exact
         self.config, self.tokenizer, self.drafter = config, tokenizer, drafter
+        self._ranks = Ranks.of(model)
+        arguments = (config, model.dtype, type(drafter).__name__)
+        self._ranks.require_same("the arguments of engine.load", arguments)
         self._target = RaggedModel(model, config.max_batch_size, self.exact)
         context = self._target.context_length
         if config.max_length is not None and config.max_length > context:
@@ -52,6 +56,7 @@ class Engine:
             _eos_token_ids(model, tokenizer),
             self.stats,
             late=model.device.type == "cuda",
+            ranks=self._ranks,
         )
         self._generating = False
 
@@ -76,7 +81,7 @@ class Engine:
         Args:
             prompts: text, token ids or chat messages, or a list of these.
             params: for all prompts, or one for each; None: the defaults.
-            progress: show a bar on stderr.
+            progress: show a bar on stderr (that of rank 0, under tensor parallelism).
 
         Returns:
             An `Output` for a single prompt, else a list of them in the prompts' order.
@@ -89,7 +94,7 @@ class Engine:
         items, single = prompting.split(prompts)
         requests = self._requests(items, params, with_text=False)
         outputs: list[Output | None] = [None] * len(requests)
-        with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
+        with tqdm(total=len(requests), unit="prompt", disable=not progress or self._ranks.rank > 0) as bar:
             tokens = 0
             for request, new in self._serve(requests):
                 tokens += new
@@ -141,7 +146,7 @@ class Engine:
             raise EngineError("this engine is generating already: exhaust or close its open stream first")
         # The longest first: buffers that grow would undo the others.
         kinds = [(size, length) for length in sorted(text_lengths, reverse=True) for size in batch_sizes]
-        for size, length in tqdm(kinds, unit="bucket", disable=not progress):
+        for size, length in tqdm(kinds, unit="bucket", disable=not progress or self._ranks.rank > 0):
             self._server.warmup(size, length, params or SamplingParams())
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
@@ -178,6 +183,9 @@ class Engine:
             seed = secrets.randbits(63) if param.seed is None else param.seed
             limit = min(len(ids) + param.max_new_tokens, self.max_length)
             requests.append(Request(index, ids, param, seed, limit, text))
+        self._ranks.require_same("prompts and params", [(request.prompt, request.params) for request in requests])
+        for request, seed in zip(requests, self._ranks.agree_on([r.seed for r in requests]), strict=True):
+            request.seed = seed
         return requests
 
     def _serve(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:

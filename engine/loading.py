@@ -84,9 +84,6 @@ def load(
     if isinstance(drafter, DraftModel):
         _check_draft_model(main, drafter)
         drafter.attach(config.max_batch_size, vocab_size(main.model))
-    parallel.Ranks.of(main.model).require_same(
-        "the arguments of engine.load", (config, main.model.dtype, type(drafter).__name__)
-    )
     return Engine(main.model, main.tokenizer, drafter, config)
 
 

@@ -188,8 +188,8 @@ class Ranks:
         if self.rank == 0:
             message[self.size :] = torch.tensor(told, dtype=torch.int64)
         dist.all_reduce(message, group=self._group)
-        digests, heard = message.tolist()[: self.size], message.tolist()[self.size :]
-        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        heard = message.tolist()
+        others = [rank for rank in range(self.size) if heard[rank] != heard[0]]
         if others:
             raise error(f"{rule}, but ranks {others} of {self.size} differ from rank 0")
-        return heard
+        return heard[self.size :]

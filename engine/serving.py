@@ -16,6 +16,7 @@ from .backend import FATAL_STATUS, Status
 from .config import EngineConfig, SamplingParams
 from .draft_length import FixedLength
 from .metrics import Stats
+from .parallel import Ranks
 from .round import PACKED_EXTRA, Round
 from .scheduler import Request, Scheduler
 from .state import BatchState, Proposal
@@ -43,6 +44,7 @@ class Server:
     Args:
         state: a slot for each row.
         late: read results one round late.
+        ranks: those that share the target.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Server:
         eos_token_ids: frozenset[int],
         stats: Stats,
         late: bool,
+        ranks: Ranks,
     ) -> None:
         self._round, self._state, self._lengths, self._config = round_, state, lengths, config
-        self._eos_token_ids, self._stats, self._late = eos_token_ids, stats, late
+        self._eos_token_ids, self._stats, self._late, self._ranks = eos_token_ids, stats, late, ranks
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Yields (request, new tokens) per row and round; a request that has ended has a finish_reason or an error."""
@@ -213,11 +216,12 @@ class Server:
         packed = launched.packed.tolist()
         draft_seconds, verify_seconds = launched.spans()
         other_seconds = verify_seconds if self._late else time.perf_counter() - launched.begin - draft_seconds
-        width = launched.packed.shape[1] - PACKED_EXTRA
-        self._lengths.observe_times(len(launched.requests), launched.asked, width, draft_seconds, other_seconds)
-        self._add_times(self._stats, draft_seconds, verify_seconds)
         # Some may have ended in the round before, which had not been read when this one began.
         going = [request for request in launched.requests.values() if not request.ended]
+        width = launched.packed.shape[1] - PACKED_EXTRA
+        seconds = self._ranks.end_round([packed[request.slot] for request in going], (draft_seconds, other_seconds))
+        self._lengths.observe_times(len(launched.requests), launched.asked, width, *seconds)
+        self._add_times(self._stats, draft_seconds, verify_seconds)
         for request in going:
             slot = request.slot
             new = self._collect(request, packed[slot], launched.asked)

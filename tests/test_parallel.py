@@ -1,0 +1,247 @@
+"""Two processes that share a target, on CPU with gloo, against one process that has it alone."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parallel_worker import GREEDY, OPTIONS, PROMPTS, SEEDED, texts
+from tiny_models import CONFIGS, greedy, perturbed, tiny
+from transformers import AutoConfig, PreTrainedModel
+
+import engine
+from engine.parallel import Ranks
+
+HERE = Path(__file__).resolve().parent
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parallel")
+    target = tiny("llama")
+    target.save_pretrained(path / "target")
+    perturbed(target, 0.2).save_pretrained(path / "draft")
+    tiny("gpt_neox", tie_word_embeddings=True).save_pretrained(path / "tied")
+    return path
+
+
+@contextmanager
+def launch(function: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Two ranks under torchrun, which work while this process does."""
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
+    path = os.pathsep.join([str(HERE.parent), str(HERE), *filter(None, [environment.get("PYTHONPATH")])])
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [*launcher, str(HERE / "parallel_worker.py"), function, str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its processes
+            process.wait(timeout=60)
+
+
+def results(process: subprocess.Popen[str], folder: Path) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    log, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, log
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def launched(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    with launch("observations", folder) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, launched: object) -> dict[str, Any]:
+    """What one process says."""
+    plain = engine.load(folder / "target", **OPTIONS)
+    seen = {"ngram": texts(plain, GREEDY), "stream": plain.generate(PROMPTS[1], SEEDED[1]).token_ids}
+    for method in ("rejection", "coupled"):
+        llm = engine.load(folder / "target", drafter=folder / "draft", verification=method, **OPTIONS)
+        seen[method] = texts(llm, SEEDED)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, launched: subprocess.Popen[str], alone: object) -> list[dict[str, Any]]:
+    return results(launched, folder)
+
+
+@pytest.mark.parametrize("case", ["ngram", "rejection", "coupled"])
+def test_tokens_of_one_process(case: str, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """Greedy with an n-gram drafter, sampled with a draft model; ragged prompts, more of them than rows."""
+    assert all(alone[case])
+    for seen in ranks:
+        assert seen[case] == alone[case]
+
+
+def test_pieces_of_a_stream(alone: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["stream"] == ranks[1]["stream"]
+    assert list(chain.from_iterable(ranks[0]["stream"])) == alone["stream"]
+
+
+def test_each_rank_has_half_of_the_heads(ranks: list[dict[str, Any]]) -> None:
+    """4 heads and 2 K/V heads of 8."""
+    for seen in ranks:
+        assert seen["slices"] == [[16, 32], [8, 32]]
+        assert seen["cached_heads"] == 1
+
+
+def test_fresh_seeds_are_the_same_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    first, second = ranks[0]["unseeded"]
+    assert ranks[1]["unseeded"] == [first, second]
+    assert first != second
+
+
+def test_exact_text_does_not_depend_on_drafts(ranks: list[dict[str, Any]]) -> None:
+    """In bfloat16, sampled with coupled verification."""
+    for seen in ranks:
+        plain, speculative = seen["exact"]
+        assert plain == speculative
+
+
+def test_ranks_that_were_given_different_things_are_told(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        for case in ("other_prompts", "other_params"):
+            assert seen[case] == (
+                "ValueError: prompts and params must be the same on every rank, but ranks [1] of 2 differ from rank 0"
+            )
+        assert seen["other_load"].startswith("ValueError: the arguments of engine.load must be the same on every rank")
+        assert seen["after_errors"] == seen["ngram"]
+
+
+def test_ranks_that_decide_differently_are_told(ranks: list[dict[str, Any]]) -> None:
+    """A drafter whose drafts stand on rank 0 and fall on rank 1; the same one without the lie is fine."""
+    for seen in ranks:
+        assert seen["honest"] == "no error"
+        assert seen["liar"] == (
+            "EngineError: all ranks must come to the same tokens in a round, but ranks [1] of 2 differ from rank 0"
+        )
+
+
+def test_measured_times_are_those_of_rank_0(alone: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """Where they decide how much is drafted, ranks that went by their own would make calls of different shapes."""
+    for seen in ranks:
+        assert seen["seconds"] == [1.5, 0.25]
+        assert seen["auto"] == alone["ngram"]
+
+
+def test_rank_0_alone_shows_progress(ranks: list[dict[str, Any]]) -> None:
+    assert [seen["shows_a_bar"] for seen in ranks] == [True, False]
+
+
+def test_a_head_that_cannot_be_sliced_is_refused(ranks: list[dict[str, Any]]) -> None:
+    """gpt_neox's plan leaves the embeddings whole, and a tied head with them: logits would be gathered twice."""
+    for seen in ranks:
+        assert seen["tied"].startswith("UnsupportedModelError: target of type 'gpt_neox' has a head tied to embeddings")
+
+
+@pytest.mark.slow
+def test_every_architecture_with_a_plan(tmp_path: Path) -> None:
+    """In float32: torch groups the experts' products in no wider type."""
+    models = {name: tiny(name, dtype=torch.float32) for name in CONFIGS if name not in ("gpt2", "opt", "falcon")}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    with launch("architectures", tmp_path) as process:
+        expected = {
+            name: [greedy(model, prompt, GREEDY.max_new_tokens) for prompt in PROMPTS] for name, model in models.items()
+        }
+        assert results(process, tmp_path) == [expected, expected]
+
+
+def test_one_process_needs_no_group() -> None:
+    alone = Ranks.of(tiny("llama"))
+    assert (alone.size, alone.rank) == (1, 0)
+    assert alone.end_round([[1, 2]], [0.5]) == [0.5]
+    assert alone.agree_on([3, 4]) == [3, 4]
+    alone.require_same("anything", object())
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As torchrun would set it for four processes."""
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_outside_of_torchrun(folder: Path, environment: pytest.MonkeyPatch) -> None:
+    environment.delenv("RANK")
+    environment.delenv("MASTER_PORT")
+    with pytest.raises(ValueError, match=r"torchrun --nproc-per-node .* but the environment has no RANK, MASTER_PORT"):
+        engine.load(folder / "target", tensor_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "text"),
+    [
+        (tiny("llama"), {}, "target must be a hub id or a folder .* got a live LlamaForCausalLM"),
+        ("model.gguf", {}, "target must be a hub id or a folder .* got a GGUF file"),
+        ("folder", {"device": "cpu"}, "device must be 'auto' for tensor_parallel"),
+        ("folder", {"tensor_parallel": 2}, "tensor_parallel must be True or False, got 2"),
+    ],
+)
+def test_arguments_that_do_not_go_together(
+    target: str | PreTrainedModel, options: dict[str, Any], text: str, environment: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        engine.load(target, **{"tensor_parallel": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "error", "text"),
+    [
+        ("gpt2", {}, engine.UnsupportedModelError, "'gpt2' has no tensor parallel plan"),
+        (
+            "llama",
+            {"num_attention_heads": 6, "hidden_size": 48},
+            ValueError,
+            "num_attention_heads divisible by the 4 processes, got 6",
+        ),
+        ("qwen2", {"num_key_value_heads": 2}, ValueError, "num_key_value_heads divisible by the 4 processes, got 2"),
+        ("mixtral", {"intermediate_size": 50}, ValueError, "intermediate_size divisible by the 4 processes, got 50"),
+    ],
+)
+def test_models_that_cannot_be_shared_out_are_refused_before_weights_are_read(
+    model_type: str,
+    changes: dict[str, Any],
+    error: type[Exception],
+    text: str,
+    tmp_path: Path,
+    environment: pytest.MonkeyPatch,
+) -> None:
+    """There are no weights here, nor anyone to join."""
+    AutoConfig.for_model(model_type, **changes).save_pretrained(tmp_path)
+    with pytest.raises(error, match=text):
+        engine.load(tmp_path, tensor_parallel=True)
+
+
+def test_whole_heads_need_not_be_divisible(
+    tmp_path: Path, environment: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """phi3's plan gathers queries, keys and values: every rank attends with all heads."""
+
+    def joined() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(engine.parallel, "join", joined)
+    AutoConfig.for_model("phi3", num_attention_heads=6, num_key_value_heads=3).save_pretrained(tmp_path)
+    with pytest.raises(InterruptedError):  # it gets as far as that
+        engine.load(tmp_path, tensor_parallel=True)
