@@ -128,7 +128,7 @@ def combine_kernel(
     batch, column, head = row // num_heads // width, (row // num_heads % width).to(tl.int32), row % num_heads
     length, valid = load_lengths(seq_lens, num_valid, batch, width)
     begin, end = visible_keys(column, column, length, valid, window, kv_length, BLOCK_N)
-    # The splits in which this query sees keys, read in groups that begin at multiples of COMBINED.
+    # The splits in which this query sees keys; they follow from its position alone.
     first, last = begin // split_size, (end + split_size - 1) // split_size
     dim = tl.arange(0, BLOCK_D)
     sums_at = scratch + row * num_splits * HEAD_DIM
@@ -136,15 +136,15 @@ def combine_kernel(
     masses_at = peaks_at + num_rows.to(tl.int64) * num_splits
 
     peak = tl.full([], float("-inf"), tl.float32)
-    for group in tl.range(first // COMBINED * COMBINED, last, COMBINED):
+    for group in tl.range(first, last, COMBINED):
         split = group + tl.arange(0, COMBINED)
-        used = (split >= first) & (split < last)
+        used = split < last
         peak = tl.maximum(peak, tl.max(tl.load(peaks_at + split, mask=used, other=float("-inf")), axis=0))
     mass = tl.zeros([], tl.float32)
     sums = tl.zeros([BLOCK_D], tl.float32)
-    for group in tl.range(first // COMBINED * COMBINED, last, COMBINED):
+    for group in tl.range(first, last, COMBINED):
         split = group + tl.arange(0, COMBINED)
-        used = (split >= first) & (split < last)
+        used = split < last
         weight = tl.exp2(tl.load(peaks_at + split, mask=used, other=float("-inf")) - finite(peak))
         mass += tl.sum(weight * tl.load(masses_at + split, mask=used, other=0.0), axis=0)
         at = sums_at + split.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
@@ -248,7 +248,7 @@ def blocks_for(query_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, 
     block_m = min(limit, max(16, triton.next_power_of_2(query_rows)))
     small = exact or block_m == 64 or torch.version.hip is not None
     block_n = (8 if small else 16) * 1024 // (block_d * dtype.itemsize)
-    return dict(BLOCK_M=block_m, BLOCK_N=min(max(block_n, 16), 64 if small else 128), BLOCK_D=block_d)
+    return dict(BLOCK_M=block_m, BLOCK_N=min(max(block_n, 16), 128 if block_m == 16 else 64), BLOCK_D=block_d)
 
 
 def options_for(blocks: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
@@ -262,5 +262,7 @@ def options_for(blocks: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
 
 def view(tensor: Tensor) -> tuple[Tensor, int, int, int]:
     """What a kernel gets of a tensor of four dimensions. A stride that is never used must bring no variant of its own."""
-    strides = (0 if size == 1 else stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True))
-    return (tensor, *strides)
+    batch, head, column = (
+        0 if size == 1 else stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
+    return tensor, batch, head, column
