@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import philox
 from .records import DRAW_BLOCK
-from .rows import log_sum_exp
+from .rows import SMALL, bounds, exp, finite_peak
 
 
 def draw_by_token(
@@ -28,19 +28,36 @@ def draw(log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | i
     size = log_weights.shape[-1]
     if size <= DRAW_BLOCK:
         return draw_by_token(log_weights, seed, position, origin, stream)
-    mass = _log_block_mass(log_weights)
+    mass = _block_mass(log_weights)
     noise = philox.gumbel(seed, position, origin, stream, mass.shape[-1], first=philox.BLOCK_LEVEL)
-    first = (mass + noise).argmax(dim=-1) * DRAW_BLOCK
+    first = (mass.log_() + noise).argmax(dim=-1) * DRAW_BLOCK
+    noise = philox.gumbel(seed, position, origin, stream, DRAW_BLOCK, first)
+    return first + (_block_at(log_weights, first) + noise).argmax(dim=-1)
+
+
+def _block_at(log_weights: Tensor, first: Tensor) -> Tensor:
+    """The DRAW_BLOCK log weights from `first` [...] on, -inf behind the last: [..., V] -> [..., DRAW_BLOCK]."""
+    size = log_weights.shape[-1]
+    if first.device.type == "cpu" and first.numel() == 1 and first.item() + DRAW_BLOCK <= size:
+        return log_weights.narrow(-1, int(first.item()), DRAW_BLOCK)
     ids = first[..., None] + torch.arange(DRAW_BLOCK, device=first.device)
     inside = log_weights.gather(-1, ids.clamp(max=size - 1))
-    if size % DRAW_BLOCK:
-        inside = inside.masked_fill_(ids >= size, -torch.inf)
-    return first + (inside + philox.gumbel(seed, position, origin, stream, DRAW_BLOCK, first)).argmax(dim=-1)
+    return inside.masked_fill_(ids >= size, -torch.inf) if size % DRAW_BLOCK else inside
 
 
-def _log_block_mass(log_weights: Tensor) -> Tensor:
-    """log of the sum of each block of DRAW_BLOCK weights; the last may be shorter: [..., V] -> [..., blocks]."""
-    size = log_weights.shape[-1]
+def _block_mass(log_weights: Tensor) -> Tensor:
+    """The sum of each block of DRAW_BLOCK weights, times a factor of its own for each row: [..., V] -> [..., blocks]."""
+    mass = _block_sums(exp(log_weights))
+    heaviest = mass.amax(dim=-1)
+    if bounds(heaviest)[0] > SMALL:
+        return mass
+    peak = finite_peak(log_weights).masked_fill_(heaviest > SMALL, 0)
+    return _block_sums(exp(log_weights - peak[..., None]))
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Of blocks of DRAW_BLOCK, the last of which may be shorter."""
+    size = weights.shape[-1]
     whole = size - size % DRAW_BLOCK
-    mass = log_sum_exp(log_weights[..., :whole].unflatten(-1, (-1, DRAW_BLOCK)))
-    return mass if whole == size else torch.cat([mass, log_sum_exp(log_weights[..., None, whole:])], dim=-1)
+    sums = weights[..., :whole].unflatten(-1, (-1, DRAW_BLOCK)).sum(dim=-1)
+    return sums if whole == size else torch.cat([sums, weights[..., whole:].sum(dim=-1, keepdim=True)], dim=-1)

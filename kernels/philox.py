@@ -16,9 +16,11 @@ This file is the torch twin (any device, no global generator) and imports no Tri
 
 from collections.abc import Sequence
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SAMPLE, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
@@ -28,34 +30,42 @@ _MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 ROUNDS = 10
-_MASK_64, _HALF = np.array(_MASK, dtype=np.uint64), np.array(32, dtype=np.uint64)
-# Shift of the seed, what is added to it, and multiplier: for each round, and for what becomes c0 and c2 in it.
-_TABLE = np.array(
-    [[[0, 32], [_WEYL_0 * i, _WEYL_1 * i], [_MUL_1, _MUL_0]] for i in range(ROUNDS)], dtype=np.uint64
-).swapaxes(0, 1)
-_TABLE[:, 1::2] = _TABLE[:, 1::2, ::-1].copy()  # their places change
 UNIFORM_MAX = 1.0 - 2.0**-24  # the largest float32 below 1
 
+# Of `_words_in_numpy`, where numbers are arrays because those cost less in each call. For the two halves of a round, which
+# change places from one round to the next: the shift of the seed and what is added to it for the key, and the multiplier.
+_MASK_64, _32 = np.array(_MASK, dtype=np.uint64), np.array(32, dtype=np.uint64)
+_SHIFTS = np.array([[0, 32], [32, 0]] * (ROUNDS // 2), dtype=np.uint64)[..., None]
+_ADDED = np.array([[_WEYL_0 * i, _WEYL_1 * i][:: 1 - 2 * (i % 2)] for i in range(ROUNDS)], dtype=np.uint64)[..., None]
+_MULTIPLIERS = np.array([[_MUL_1, _MUL_0], [_MUL_0, _MUL_1]], dtype=np.uint64)[..., None]
 
-def philox(
-    seed: Tensor, index: Tensor | int, position: Tensor, origin: Tensor | int, stream: Tensor | int
-) -> tuple[Tensor, ...]:
+Array = Any  # an int64 tensor; or an int; or, as if on the CPU, a numpy array: of a few numbers its calls cost a third
+
+
+def philox(seed: Array, index: Array, position: Array, origin: Array, stream: Array) -> Array:
     """Four 32-bit words per counter.
 
     Args:
-        seed, index, position, origin: int64, broadcast against each other; the last three are taken modulo 2**32.
-        stream: SAMPLE, DRAFT, ACCEPT or RESIDUAL, or a tensor of them.
+        seed, index, position, origin: int64, broadcast against each other; the last three are taken modulo 2**32. The
+            seed is a tensor or a numpy array, and no other is a tensor where it is an array.
+        stream: SAMPLE, DRAFT, ACCEPT or RESIDUAL, or an array of them.
 
     Returns:
-        Four int64 tensors of the broadcast shape with values in [0, 2**32).
+        [..., 4] int64 with values in [0, 2**32), where ... is the broadcast shape; a numpy array where the seed is one.
     """
+    counter: Sequence[Array] = (index, position, origin, stream)
+    if isinstance(seed, np.ndarray):
+        return _words_in_numpy(seed, counter)
     if seed.device.type == "cpu":
-        return _words_on_cpu(seed, (index, position, origin, stream))
-    counter = [
-        torch.as_tensor(word, dtype=torch.int64, device=seed.device) for word in (index, position, origin, stream)
-    ]
+        return torch.from_numpy(_words_in_numpy(seed.numpy(), _arrays(*counter)))
+    counter = [torch.as_tensor(word, dtype=torch.int64, device=seed.device) for word in counter]
     shape = torch.broadcast_shapes(seed.shape, *(word.shape for word in counter))
-    return tuple(word.expand(shape) for word in _words(seed, counter))
+    return torch.stack([word.expand(shape) for word in _words(seed, counter)], dim=-1)
+
+
+def _arrays(*values: Array) -> list[Array]:
+    """Tensors on the CPU as numpy arrays, which share their memory; everything else as it is."""
+    return [value.numpy() if isinstance(value, Tensor) and value.device.type == "cpu" else value for value in values]
 
 
 def _words(seed: Tensor, counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -74,43 +84,47 @@ def _words(seed: Tensor, counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return c0, c1, c2, c3
 
 
-def _words_on_cpu(seed: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, ...]:
-    """`_words` in numpy. Of a few hundred numbers it is the calls that cost, most of all those that broadcast: c2 and c0
-    are one array, c3 and c1 another, each pair changes places from round to round, and all is done in place."""
-    k = seed.numpy().view(np.uint64)
-    c0, c1, c2, c3 = [word.numpy() if isinstance(word, Tensor) else word for word in counter]
-    shape = np.broadcast(k, c0, c1, c2, c3).shape
-    signed = np.empty((4, *shape), dtype=np.int64)
-    signed[0], signed[1], signed[2], signed[3] = c2, c0, c3, c1
-    words = signed.view(np.uint64)
-    np.bitwise_and(words, _MASK_64, out=words)
-    ones = (1,) * len(shape)
-    table = _TABLE.reshape(3, ROUNDS, 2, *ones)
-    keys, multipliers = np.empty((ROUNDS, 2, *shape), dtype=np.uint64), np.empty((2, 2, *shape), dtype=np.uint64)
-    keys[...] = (k.reshape(1, 1, *ones[k.ndim :], *k.shape) >> table[0]) + table[1] & _MASK_64
-    multipliers[...] = table[2, :2]
-    even, odd = words[:2], words[2:]
-    even_0, even_1, odd_0, odd_1 = (words[i : i + 1] for i in range(4))
+def _words_in_numpy(seed: NDArray[np.int64], counter: Sequence[Array]) -> NDArray[np.int64]:
+    """`_words`, with few calls, most of which do not broadcast: c2 and c0 are one array, c3 and c1 another, each pair
+    changes places from round to round, and all is done in place."""
+    shape = np.broadcast(seed, *counter).shape
+    inputs = np.empty((4, *shape), dtype=np.int64)
+    inputs[1], inputs[3], inputs[0], inputs[2] = counter
+    words = inputs.view(np.uint64).reshape(4, -1)
+    np.bitwise_and(words, _MASK_64, words)
+    if seed.size > 1:
+        seed = np.broadcast_to(seed, shape)
+    keys, multipliers = np.empty((ROUNDS, *words[:2].shape), np.uint64), np.empty((2, *words[:2].shape), np.uint64)
+    keys[...] = (seed.reshape(-1).view(np.uint64) >> _SHIFTS) + _ADDED & _MASK_64
+    multipliers[...] = _MULTIPLIERS
+    even, odd, (even_0, even_1, odd_0, odd_1) = words[:2], words[2:], words
     product = np.empty_like(even)
     for key, multiplier in zip(keys, cycle(multipliers), strict=False):
-        np.multiply(even, multiplier, out=product)
-        np.right_shift(product, _HALF, out=even)
-        np.bitwise_xor(even_0, odd_1, out=even_0)
-        np.bitwise_xor(even_1, odd_0, out=even_1)
-        np.bitwise_xor(even, key, out=even)
-        np.bitwise_and(product, _MASK_64, out=odd)
-    third, first, fourth, second = torch.from_numpy(signed).unbind()
-    return first, second, third, fourth
+        np.multiply(even, multiplier, product)
+        np.right_shift(product, _32, even)
+        np.bitwise_xor(even_0, odd_1, even_0)
+        np.bitwise_xor(even_1, odd_0, even_1)
+        np.bitwise_xor(even, key, even)
+        np.bitwise_and(product, _MASK_64, odd)
+    result = np.empty((*shape, 4), dtype=np.int64)
+    result[..., 0], result[..., 1], result[..., 2], result[..., 3] = inputs[1], inputs[3], inputs[0], inputs[2]
+    return result
 
 
-def uniform_from_bits(bits: Tensor) -> Tensor:
+def uniform_from_bits(bits: Array) -> Tensor:
     """32-bit words (int64) to float32 strictly inside (0, 1), with the finest steps near 0."""
+    if isinstance(bits, np.ndarray):
+        values = bits.astype(np.float32)
+        values += 0.5
+        values *= 2.0**-32
+        return torch.from_numpy(np.minimum(values, UNIFORM_MAX, out=values))
     return bits.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=UNIFORM_MAX)
 
 
 def uniform(seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int) -> Tensor:
     """One float32 in (0, 1) per position; arguments as for `philox`."""
-    return uniform_from_bits(philox(seed, 0, position, origin, stream)[0])
+    seed, position, origin, stream = _arrays(seed, position, origin, stream)
+    return uniform_from_bits(philox(seed, 0, position, origin, stream)[..., 0])
 
 
 def gumbel(
@@ -128,9 +142,11 @@ def gumbel(
     Returns:
         [..., count] float32.
     """
-    index = torch.arange((count + 3) // 4, device=seed.device)
-    index = index + (first[..., None] >> 2 if isinstance(first, Tensor) else first >> 2)
-    origin, stream = (each[..., None] if isinstance(each, Tensor) else each for each in (origin, stream))
-    words = philox(seed[..., None], index, position[..., None], origin, stream)
-    bits = torch.stack(words, dim=-1).flatten(-2)[..., :count]
+    on_cpu, blocks = seed.device.type == "cpu", (count + 3) // 4
+    index = np.arange(blocks) if on_cpu else torch.arange(blocks, device=seed.device)
+    key, *counter, start = (
+        each if isinstance(each, int) else each[..., None] for each in _arrays(seed, position, origin, stream, first)
+    )
+    words = philox(key, index + (start >> 2), *counter)
+    bits = words.reshape(*words.shape[:-2], 4 * blocks)[..., :count]
     return uniform_from_bits(bits).neg_().log1p_().neg_().log_().neg_()

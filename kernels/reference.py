@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import philox, rows
+from . import philox
 from .draw import draw, draw_by_token
-from .records import GREEDY_BELOW, Draws, RowStats, Status, Verdict
+from .records import Draws, RowStats, Status, Verdict
 from .rows import (
     Rows,
+    Temperatures,
+    bounds,
     chunks,
-    exp_,
+    exp,
     finite,
-    is_all_greedy,
-    is_never_greedy,
-    known,
     resize,
+    take,
     those,
 )
 from .rows import adjusted as adjusted  # these four are part of this module too
@@ -56,7 +56,8 @@ def row_stats(
     top-k, then top-p of what top-k left, then min-p move the threshold, with the meaning of transformers' warpers,
     except that every token that ties with the last kept one stays.
     """
-    return rows.row_stats(adjusted(logits, logit_bias, token_mask), temperature, top_k, top_p, min_p)
+    filters = (top_k, top_p, min_p)
+    return Rows.of(adjusted(logits, logit_bias, token_mask), Temperatures.of(temperature), filters).stats
 
 
 def sample(
@@ -76,12 +77,11 @@ def sample(
 ) -> Draws:
     """One token per row: argmax(logit / T + Gumbel(seed, position, token)) over the kept tokens; column w decides the
     token at position + w. Greedy rows take the argmax."""
-    logits = adjusted(logits, logit_bias, token_mask)
-    stats = rows.row_stats(logits, temperature, top_k, top_p, min_p)
-    p = Rows.of(logits, stats, temperature)
+    p = Rows.of(adjusted(logits, logit_bias, token_mask), Temperatures.of(temperature), (top_k, top_p, min_p))
     tokens = _own_tokens(p, seed, position, 0 if origin is None else origin, stream)
-    logprobs = p.log_prob_of(tokens).where(stats.lse.isfinite(), 0) if return_logprobs else None
-    return Draws(tokens.masked_fill(~stats.lse.isfinite(), -1), stats, logprobs)
+    valid = finite(p.stats.lse)
+    logprobs = p.log_prob_of(tokens).where(valid, 0) if return_logprobs else None
+    return Draws(tokens.where(valid, -1), p.stats, logprobs)
 
 
 def _without_autograd(function: Callable[Given, Verdict]) -> Callable[Given, Verdict]:
@@ -92,7 +92,7 @@ def _without_autograd(function: Callable[Given, Verdict]) -> Callable[Given, Ver
         with torch.inference_mode():
             tokens, num_accepted, status, logprobs = function(*args, **kwargs)
         logprobs = None if logprobs is None else logprobs.clone()
-        return Verdict(tokens.clone(), num_accepted.clone(), status.clone(), logprobs)
+        return Verdict(tokens.clone(), num_accepted.to(torch.int32), status.to(torch.int32), logprobs)
 
     return run
 
@@ -130,22 +130,18 @@ def verify(
     num_drafts = draft_tokens.shape[1]
     if method in ("coupled", "typical") or num_drafts == 0:
         draft_logits = None
-    if temperature is not None and known(temperature == 1):
-        temperature = None
-    filters = (top_k, top_p, min_p)
+    temperatures, filters = Temperatures.of(temperature), (top_k, top_p, min_p)
     target = adjusted(target_logits, logit_bias, token_mask)
-    stats = rows.row_stats(target, temperature, *filters, want_argmax=method == "coupled")
-    p, q = Rows.of(target, stats, temperature), None
+    p, q = Rows.of(target, temperatures, filters, want_argmax=method == "coupled"), None
     if draft_logits is not None:
         draft = adjusted(draft_logits, *(_head(value, num_drafts) for value in (logit_bias, token_mask)))
-        q = Rows.of(draft, draft_stats or rows.row_stats(draft, temperature, *filters), temperature)
-    never_greedy = is_never_greedy(temperature)
-    greedy = torch.zeros_like(seed, dtype=torch.bool) if temperature is None else temperature < GREEDY_BELOW
+        q = Rows.of(draft, temperatures, filters, draft_stats, want_argmax=False)
+    never_greedy, greedy = temperatures.never_greedy, temperatures.greedy(seed)
     column = torch.arange(num_drafts + 1, device=seed.device)
 
     # How many drafts stand.
-    tests = _test_drafts(p, q, draft_tokens, greedy)
-    own = stats.argmax
+    tests = _test_drafts(p, q, draft_tokens, column, greedy)
+    own = p.stats.argmax
     prefix = None  # s_0 ... s_K of block; None: 1
     if method == "coupled":
         own = _own_tokens(p, seed, position, 0, philox.SAMPLE)
@@ -153,70 +149,70 @@ def verify(
     elif method == "typical":
         passed = tests.p > torch.clamp(typical_delta * torch.exp(-_entropy(p)[:, :num_drafts]), max=typical_epsilon)
     else:
-        positions = position[:, None] + column[:-1]
-        u = philox.uniform(seed[:, None], positions, position[:, None], philox.ACCEPT)
+        u = philox.uniform(seed[:, None], position[:, None] + column[:-1], position[:, None], philox.ACCEPT)
         if method == "block":
             prefix = _block_prefix(tests)
             passed = _block_test(p, q, tests, prefix, u)
         else:
             passed = u * tests.q < tests.p
     if not never_greedy:
-        passed = torch.where(greedy[:, None], draft_tokens == stats.argmax[:, :num_drafts], passed)
-    passed = passed & tests.fit
+        passed = torch.where(greedy[:, None], draft_tokens == p.stats.argmax[:, :num_drafts], passed)
+    passed = passed & tests.fit[:, :-1]
     num_accepted = passed.cumprod(dim=1).sum(dim=1)
     if method == "block" and num_drafts:
         longest = (passed * column[1:]).amax(dim=1)
         num_accepted = torch.where(greedy, num_accepted, longest)
 
     # The deciding row, and the next token.
-    lse = _at(stats.lse, num_accepted)
-    status = (
-        _at(pad(tests.status, (0, 1)), num_accepted) if tests.status is not None else torch.zeros_like(num_accepted)
-    )
-    valid = finite(lse)
-    if not known(valid):
-        status = status + lse.isnan() * int(Status.NAN_TARGET) + (lse == -torch.inf) * int(Status.EMPTY_TARGET)
-    next_token = _at(own, num_accepted)
-    if method != "coupled" and not is_all_greedy(temperature):
-        replaced = _at(pad(tests.fit, (0, 1)), num_accepted) & (method != "typical")
+    last = num_accepted[:, None]
+    status = torch.zeros_like(num_accepted) if tests.status is None else _at(pad(tests.status, (0, 1)), last)
+    next_token = own.gather(1, last)
+    if method != "coupled" and not temperatures.all_greedy:
+        replaced = _at(tests.fit, last) if method != "typical" else torch.zeros_like(greedy)
         rejected = replaced if never_greedy else replaced & ~greedy
         log_weights, empty = _next_log_weights(p, q, draft_tokens, prefix, num_accepted, rejected)
         if empty is not None:
             status = status + empty * int(Status.EMPTY_RESIDUAL)
         origin, stream = position * replaced, torch.where(replaced, philox.RESIDUAL, philox.SAMPLE)
-        drawn = draw(log_weights, seed, position + num_accepted, origin, stream)
-        next_token = drawn if never_greedy else torch.where(greedy, next_token, drawn)
-    if not known(valid):
-        next_token = next_token.where(valid, -1)
+        drawn = draw(log_weights, seed, position + num_accepted, origin, stream)[:, None]
+        next_token = drawn if never_greedy else torch.where(greedy[:, None], next_token, drawn)
+    if not tests.sound:
+        lse = _at(p.stats.lse, last)
+        status = status + lse.isnan() * int(Status.NAN_TARGET) + (lse == -torch.inf) * int(Status.EMPTY_TARGET)
+        next_token = next_token.where(finite(lse)[:, None], -1)
 
-    last = num_accepted[:, None]
-    tokens = pad(draft_tokens, (0, 1)).where(column < last, -1).scatter_(1, last, next_token[:, None])
+    tokens = torch.cat([draft_tokens, next_token], dim=1).masked_fill_(column >= last, -1).scatter_(1, last, next_token)
     logprobs = p.log_prob_of(tokens).where(tokens >= 0, 0) if return_logprobs else None
-    return Verdict(tokens, num_accepted.to(torch.int32), status.to(torch.int32), logprobs)
+    return Verdict(tokens, num_accepted, status, logprobs)
 
 
 class _Tests(NamedTuple):
-    """What is known of the drafts before a uniform number is looked at; all [B, K]."""
+    """What is known of the drafts before a uniform number is looked at."""
 
-    p: Tensor  # p(x_i)
-    q: Tensor  # q(x_i), 1 for one-hot drafts
-    fit: Tensor  # bool: the row and its draft can be tested at all; the draft ends where they cannot
-    status: Tensor | None  # why they cannot, if it is the draft's fault; None: it never is
+    p: Tensor  # [B, K] p(x_i)
+    q: Tensor  # [B, K] q(x_i), 1 for one-hot drafts
+    sound: bool  # whether all target rows are known to be distributions
+    fit: Tensor  # [B, K+1] bool: the row and its draft can be tested at all; the draft ends where they cannot
+    status: Tensor | None  # [B, K] why they cannot, if it is the draft's fault; None: it never is
 
 
-def _test_drafts(p: Rows, q: Rows | None, draft_tokens: Tensor, greedy: Tensor) -> _Tests:
-    p_of = torch.exp(p.log_prob_of(draft_tokens))
-    fit = (draft_tokens >= 0) & finite(p.stats.lse[:, : draft_tokens.shape[1]])
+def _test_drafts(p: Rows, q: Rows | None, draft_tokens: Tensor, column: Tensor, greedy: Tensor) -> _Tests:
+    low, high = bounds(p.stats.lse)
+    sound = -torch.inf < low <= high < torch.inf
+    p_of = torch.exp_(p.log_prob_of(draft_tokens))
+    q_of = torch.ones_like(p_of) if q is None else torch.exp_(q.log_prob_of(draft_tokens))
+    # q(x) > 0 and finite says that there is a draft, and that finite(q.stats.lse).
+    (low, high), least = (bounds(q_of), 0.0) if q is not None else (bounds(draft_tokens), -1.0)
+    if sound and least < low <= high < torch.inf:
+        return _Tests(p_of, q_of, sound, (column < column[-1]).expand(p.stats.lse.shape), None)
+    fit = (pad(draft_tokens, (0, 1), value=-1) >= 0) & finite(p.stats.lse)
     if q is None:
-        return _Tests(p_of, torch.ones_like(p_of), fit, None)
-    q_of = torch.exp(q.log_prob_of(draft_tokens))
-    if known((q_of > 0) & (q_of < torch.inf)):  # and so is finite(q.stats.lse)
-        return _Tests(p_of, q_of, fit, None)
-    sampled = fit & ~greedy[:, None]
+        return _Tests(p_of, q_of, sound, fit, None)
+    sampled = fit[:, :-1] & ~greedy[:, None]
     invalid = sampled & ~finite(q.stats.lse)
     zero = sampled & ~invalid & (q_of == 0)
     status = invalid * int(Status.INVALID_DRAFT) + zero * int(Status.ZERO_DRAFT_PROB)
-    return _Tests(p_of, q_of, fit & ~invalid & ~zero, status)
+    return _Tests(p_of, q_of, sound, fit & pad(~invalid & ~zero, (0, 1)), status)
 
 
 def _block_prefix(tests: _Tests) -> Tensor:
@@ -234,7 +230,7 @@ def _block_test(p: Rows, q: Rows | None, tests: _Tests, prefix: Tensor, u: Tenso
     """
     num_drafts = u.shape[1]
     if num_drafts == 0:
-        return tests.fit
+        return u > 0
     s = prefix[:, 1:]
     if q is None:  # max(s p - one-hot, 0) sums to s - s p(x)
         mass = prefix[:, :-1] * (1 - tests.p)
@@ -243,7 +239,7 @@ def _block_test(p: Rows, q: Rows | None, tests: _Tests, prefix: Tensor, u: Tenso
         log_q = resize(q.log_prob(), log_p.shape[-1])
         mass = torch.exp(log_residual(log_p, log_q)).sum(dim=-1)
     mass = pad(mass[:, 1:], (0, 1))  # r_1 ... r_{K-1}, and none behind the last draft
-    fit = tests.fit.long().cumprod(dim=1)
+    fit = tests.fit[:, :-1].long().cumprod(dim=1)
     more = pad(fit[:, 1:], (0, 1)).bool()  # i < n
     passed = torch.where(more, u * (mass + 1 - s) < mass, u < s)
     return passed & fit.bool()
@@ -259,53 +255,54 @@ def _next_log_weights(
 ) -> tuple[Tensor, Tensor | None]:
     """log of what the next token is drawn by [B, V]: max(s p - q, 0) where a draft was rejected, p elsewhere, and p
     again where that residual is empty [B] bool; None: nowhere."""
-    size, batch = p.logits.shape[-1], torch.arange(len(rejected), device=rejected.device)
+    size, num_drafts = p.logits.shape[-1], draft_tokens.shape[1]
+    every = torch.arange(len(rejected), device=rejected.device)
     parts, empty = [], None
-    for part in chunks(batch, size):
-        weights = log_p = p.log_prob_at(part, num_accepted[part])
-        for some in those(rejected[part], size) if draft_tokens.shape[1] else ():
-            every = len(some) == len(part)
-            sequence = part[some]
-            index = num_accepted[sequence]
-            log_p = log_p if every else log_p[some]
-            log_sp = log_p if prefix is None else log_p + prefix[sequence, index, None].log()
-            index = index.clamp(max=draft_tokens.shape[1] - 1)
+    for sequence, index, refused in chunks(size, every, num_accepted, rejected):
+        weights = log_p = p.log_prob_at(sequence, index)
+        some = those(refused)
+        if some is not None:
+            sequence, index, refused, log_p = sequence[some], index[some], refused[some], log_p[some]
+        if num_drafts and len(sequence):
+            log_sp = log_p if prefix is None else log_p + take(prefix, sequence, index)[:, None].log()
+            index = index.clamp(max=num_drafts - 1)
             if q is None:
-                log_q = _one_hot_log(draft_tokens[sequence, index, None], log_p)
+                log_q = _one_hot_log(take(draft_tokens, sequence, index)[:, None], log_p)
             else:
                 log_q = resize(q.log_prob_at(sequence, index), size)
             residual = log_residual(log_sp, log_q)
-            found = residual.amax(dim=-1) > -torch.inf
-            if not known(found):
+            peak = residual.amax(dim=-1)
+            if not bounds(peak)[0] > -torch.inf:
+                found = peak > -torch.inf
                 empty = torch.zeros_like(rejected) if empty is None else empty
-                empty[sequence] = rejected[sequence] & ~found
-                residual = residual.where((found & rejected[sequence])[:, None], log_p)
-            if every:
+                empty[sequence] = refused & ~found
+                residual = residual.where((found & refused)[:, None], log_p)
+            if some is None:
                 weights = residual
             else:
                 weights[some] = residual
         parts.append(weights)
-    log_weights = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return log_weights, empty
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)), empty
 
 
 def log_residual(log_p: Tensor, log_q: Tensor) -> Tensor:
     """log max(p - q, 0), not normalised, as log p + log(1 - q/p): stable where p and q are both tiny."""
-    ratio = exp_(log_q - log_p)  # NaN where both are 0
+    ratio = exp(log_q - log_p)  # NaN where both are 0
     log_r = ratio.neg_().log1p_().add_(log_p)  # NaN where q > p
     return log_r.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, stream: int) -> Tensor:
     """What each row draws by itself, with noise per token; greedy rows their argmax."""
-    if is_all_greedy(p.temperature):
+    if p.temperatures.all_greedy:
         return p.stats.argmax
-    greedy = p.temperature < GREEDY_BELOW if p.temperature is not None else torch.zeros_like(seed, dtype=torch.bool)
+    greedy = p.temperatures.greedy(seed)
     if p.logits.dim() == 3:
         column = torch.arange(p.logits.shape[1], device=p.logits.device)
         seed, position, greedy = seed[:, None], position[:, None] + column, greedy[:, None]
         origin = origin[:, None] if isinstance(origin, Tensor) else origin
-    return torch.where(greedy, p.stats.argmax, draw_by_token(p.log_prob(), seed, position, origin, stream))
+    drawn = draw_by_token(p.log_prob(), seed, position, origin, stream)
+    return drawn if p.temperatures.never_greedy else torch.where(greedy, p.stats.argmax, drawn)
 
 
 def _entropy(p: Rows) -> Tensor:
@@ -315,8 +312,8 @@ def _entropy(p: Rows) -> Tensor:
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
-    """values[b, index[b]]: [B, W] -> [B]."""
-    return values.gather(1, index[:, None]).squeeze(1)
+    """values[b, index[b]]: [B, W], [B, 1] -> [B]."""
+    return values.gather(1, index).squeeze(1)
 
 
 def _one_hot_log(tokens: Tensor, like: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Rows of logits as distributions, in torch: what `reference` knows of them before anything is drawn.
 
 On CPU it is the passes over memory that cost, so rows are taken in chunks that stay in the cache, and work that would
-change nothing (a temperature of 1, a threshold of -inf) is left out. Elsewhere nothing depends on values, because
-looking at them would wait for the device, and all rows are one chunk.
+change nothing (a temperature of 1, a threshold of -inf) is left out: `bounds` tells. Elsewhere nothing depends on
+values, because looking at them would wait for the device, and all rows are one chunk.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,35 @@ from torch import Tensor
 from .records import GREEDY_BELOW, RowStats
 
 CHUNK = 1 << 20  # logits
+SMALL, LARGE = 2.0**-60, 2.0**60  # between them a sum of float32 has lost nothing by underflow or overflow
+
+Filters = tuple[Tensor | None, Tensor | None, Tensor | None]  # top_k, top_p, min_p: [B] each
+
+
+class Temperatures(NamedTuple):
+    """The temperatures of the sequences, and what is known of all of them."""
+
+    values: Tensor | None  # [B]; None: all are 1
+    never_greedy: bool  # both True only where that is known
+    all_greedy: bool
+
+    @staticmethod
+    def of(values: Tensor | None) -> "Temperatures":
+        low, high = (1.0, 1.0) if values is None else bounds(values)
+        return Temperatures(None if low == high == 1 else values, low >= GREEDY_BELOW, high < GREEDY_BELOW)
+
+    def greedy(self, like: Tensor) -> Tensor:
+        """[B] bool, on the device of `like` [B]."""
+        return torch.zeros_like(like, dtype=torch.bool) if self.values is None else self.values < GREEDY_BELOW
+
+    def scale(self, logits: Tensor) -> Tensor | None:
+        """1 / T [B], and 1 for greedy rows, in the dtype in which `logits` are computed with; None: all are 1."""
+        if self.values is None:
+            return None
+        values = self.values.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        if not self.never_greedy:
+            values = values.masked_fill(values < GREEDY_BELOW, 1)
+        return values.reciprocal()
 
 
 class Rows(NamedTuple):
@@ -23,14 +53,23 @@ class Rows(NamedTuple):
 
     logits: Tensor  # [B, V] or [B, W, V]
     stats: RowStats  # [B] or [B, W]
-    temperature: Tensor | None  # [B]
+    temperatures: Temperatures
     scale: Tensor | None  # [B] 1 / T, 1 for greedy rows, in the dtype of the computation; None: 1
     filtered: bool  # False: no row has a threshold
 
     @staticmethod
-    def of(logits: Tensor, stats: RowStats, temperature: Tensor | None) -> "Rows":
-        filtered = not known(stats.threshold == -torch.inf)
-        return Rows(logits, stats, temperature, scale_of(temperature, logits), filtered)
+    def of(
+        logits: Tensor,
+        temperatures: Temperatures,
+        filters: Filters = (None, None, None),
+        stats: RowStats | None = None,  # None: they are worked out
+        want_argmax: bool = True,
+    ) -> "Rows":
+        scale = temperatures.scale(logits)
+        if stats is None:
+            stats = row_stats(logits, temperatures, scale, filters, want_argmax)
+        filtered = bounds(stats.threshold)[1] != -torch.inf
+        return Rows(logits, stats, temperatures, scale, filtered)
 
     def head(self, width: int) -> "Rows":
         """The first `width` rows of every sequence."""
@@ -43,10 +82,11 @@ class Rows(NamedTuple):
 
     def log_prob_at(self, sequence: Tensor, index: Tensor) -> Tensor:
         """The same of one row for each of N sequences: [N, V]."""
-        where = sequence, index
-        threshold = self.stats.threshold[where] if self.filtered else self.stats.threshold
+        threshold = take(self.stats.threshold, sequence, index) if self.filtered else self.stats.threshold
         scale = None if self.scale is None else self.scale[sequence]
-        return self._log_prob(self.logits[where], self.stats.lse[where], threshold, scale)
+        return self._log_prob(
+            take(self.logits, sequence, index), take(self.stats.lse, sequence, index), threshold, scale
+        )
 
     def log_prob_of(self, tokens: Tensor) -> Tensor:
         """The same of one token for each row, or for the first rows of each sequence; -inf for ids outside [0, V)."""
@@ -55,14 +95,15 @@ class Rows(NamedTuple):
         if tokens.shape != lse.shape:
             lse, threshold = lse[:, : tokens.shape[1]], threshold[:, : tokens.shape[1]]
         one = self.logits.gather(-1, ids[..., None])
-        return self._log_prob(one, lse, threshold, self.scale).squeeze(-1).where(ids == tokens, -torch.inf)
+        return self._log_prob(one, lse, threshold, self.scale).squeeze(-1).masked_fill_(ids != tokens, -torch.inf)
 
     def _log_prob(self, logits: Tensor, lse: Tensor, threshold: Tensor, scale: Tensor | None) -> Tensor:
-        logits = _computed(logits)
-        log_p = (
-            logits - lse[..., None] if scale is None else (logits * _spread_scale(scale, logits)).sub_(lse[..., None])
-        )
-        return log_p.masked_fill(logits < threshold[..., None], -torch.inf) if self.filtered else log_p
+        values = _computed(logits)
+        if scale is None:
+            log_p = values - lse[..., None]
+        else:
+            log_p = (values * scale.view(-1, *[1] * (values.dim() - 1))).sub_(lse[..., None])
+        return log_p.masked_fill_(values < threshold[..., None], -torch.inf) if self.filtered else log_p
 
 
 def adjusted(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> Tensor:
@@ -88,87 +129,89 @@ def spread(value: Tensor, dims: int) -> Tensor:
 def resize(values: Tensor, vocab_size: int, value: float = -torch.inf) -> Tensor:
     """Cut or pad rows [..., V] to [..., vocab_size]."""
     missing = vocab_size - values.shape[-1]
-    return torch.nn.functional.pad(values, (0, missing), value=value) if missing > 0 else values[..., :vocab_size]
+    if missing > 0:
+        return torch.nn.functional.pad(values, (0, missing), value=value)
+    return values[..., :vocab_size] if missing else values
 
 
 def log_prob(logits: Tensor, stats: RowStats, temperature: Tensor | None) -> Tensor:
     """log prob(v) for whole rows: logits [B, ..., V], stats [B, ...], temperature [B]; -inf where filtered out."""
-    return Rows.of(logits, stats, temperature).log_prob()
+    return Rows.of(logits, Temperatures.of(temperature), stats=stats).log_prob()
 
 
 def log_prob_of(logits: Tensor, tokens: Tensor, stats: RowStats, temperature: Tensor | None) -> Tensor:
     """log prob of one token per row: logits [B, ..., V], tokens [B, ...]; -inf for ids outside [0, V)."""
-    return Rows.of(logits, stats, temperature).log_prob_of(tokens)
+    return Rows.of(logits, Temperatures.of(temperature), stats=stats).log_prob_of(tokens)
 
 
 def row_stats(
     logits: Tensor,  # [B, V] or [B, W, V]
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
+    temperatures: Temperatures,
+    scale: Tensor | None,  # temperatures.scale(logits)
+    filters: Filters,
     want_argmax: bool = True,  # False: 0 in its place, except where greedy rows need it
 ) -> RowStats:
     """See `reference.row_stats`."""
-    rows, size = logits.flatten(0, -2), logits.shape[-1]
-    options = [temperature, top_k, top_p, min_p]
+    options: list[Tensor | None] = [temperatures.values, scale, *filters]
     if logits.dim() == 3:
-        options = [None if value is None else value[:, None].expand(logits.shape[:-1]).flatten() for value in options]
-    cut = [repeat(None) if value is None else chunks(value, size) for value in options]
-    parts = [_row_stats(part, want_argmax, *rest) for part, *rest in zip(chunks(rows, size), *cut, strict=False)]
-    fields = zip(*parts, strict=True)
-    return RowStats(*((field[0] if len(parts) == 1 else torch.cat(field)).view(logits.shape[:-1]) for field in fields))
+        options = [None if value is None else value[:, None].expand(logits.shape[:-1]) for value in options]
+    want_argmax = want_argmax or not temperatures.never_greedy
+    work = partial(_row_stats, want_argmax=want_argmax, never_greedy=temperatures.never_greedy)
+    if logits.device.type != "cpu" or logits.numel() <= CHUNK:
+        return work(logits, *options)
+    flat = [None if value is None else value.flatten() for value in options]
+    parts = [work(*part) for part in chunks(logits.shape[-1], logits.flatten(0, -2), *flat)]
+    return RowStats(*(torch.cat(field).view(logits.shape[:-1]) for field in zip(*parts, strict=True)))
 
 
 def _row_stats(
-    logits: Tensor,  # [R, V]
-    want_argmax: bool,
-    temperature: Tensor | None,  # [R], as all that follow
+    logits: Tensor,  # [..., V]
+    temperature: Tensor | None,  # [...], as the four that follow
+    scale: Tensor | None,
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
+    *,
+    want_argmax: bool,
+    never_greedy: bool,
 ) -> RowStats:
-    logits = _computed(logits)
-    never_greedy = is_never_greedy(temperature)
-    scale = scale_of(temperature, logits)
-    if want_argmax or not never_greedy:
-        maximum, argmax = logits.max(dim=-1)
+    values = _computed(logits)
+    if want_argmax or min_p is not None:
+        maximum, argmax = values.max(dim=-1)
     else:
-        maximum = logits.amax(dim=-1)
-        argmax = torch.zeros_like(maximum, dtype=torch.int64)
-    unfiltered = top_k is top_p is min_p is None
-    threshold = torch.full_like(maximum, -torch.inf)
+        maximum, argmax = None, values.new_zeros(values.shape[:-1], dtype=torch.int64)
+    threshold = values.new_full(values.shape[:-1], -torch.inf)
     if top_k is not None or top_p is not None:
-        threshold = _rank_threshold(logits, scale, top_k, top_p)
-    if min_p is not None:
+        threshold = _rank_threshold(values, scale, top_k, top_p)
+    if min_p is not None and maximum is not None:
         # prob >= min_p * max prob  <=>  logit >= max + T log(min_p)
         log_min_p = torch.log(min_p.to(maximum.dtype))
         threshold = torch.maximum(threshold, maximum + (log_min_p if scale is None else log_min_p / scale))
+    unfiltered = top_k is top_p is min_p is None
     if not (unfiltered or never_greedy) and temperature is not None:  # greedy rows have the lse of all their logits
         threshold = threshold.where(temperature >= GREEDY_BELOW, -torch.inf)
-    kept = logits if scale is None else logits * scale[:, None]
-    if not (unfiltered or known(threshold == -torch.inf)):
-        kept = kept.masked_fill(logits < threshold[..., None], -torch.inf)
-    peak = maximum if scale is None else maximum * scale  # which is kept
-    lse = log_sum_exp(kept, peak).where(maximum < torch.inf, torch.nan)  # NaN for +inf and NaN alike
-    if not never_greedy and temperature is not None:
+    kept = values if scale is None else values * scale[..., None]
+    if not (unfiltered or bounds(threshold)[1] == -torch.inf):
+        kept = kept.masked_fill(values < threshold[..., None], -torch.inf)
+    lse = log_sum_exp(kept)
+    if not never_greedy and temperature is not None and maximum is not None:
         threshold = threshold.where(temperature >= GREEDY_BELOW, maximum)
     return RowStats(threshold, lse, argmax)
 
 
 def _rank_threshold(logits: Tensor, scale: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """The smallest logit [R] that top-k and then top-p keep; -inf where both are off."""
+    """The smallest logit [...] that top-k and then top-p keep; -inf where both are off."""
     ordered = logits.sort(dim=-1, descending=True).values
-    threshold = torch.full_like(ordered[:, :1], -torch.inf)
+    threshold = torch.full_like(ordered[..., :1], -torch.inf)
     if top_k is not None:
-        on = ((top_k > 0) & (top_k < logits.shape[-1]))[:, None]
-        rank = top_k[:, None].where(on, 1).long() - 1
+        on = ((top_k > 0) & (top_k < logits.shape[-1]))[..., None]
+        rank = top_k[..., None].where(on, 1).long() - 1
         threshold = ordered.gather(-1, rank).where(on, -torch.inf)
     if top_p is not None:
-        scaled = ordered if scale is None else ordered * scale[:, None]
+        scaled = ordered if scale is None else ordered * scale[..., None]
         scaled = scaled.masked_fill(ordered < threshold, -torch.inf)
         probs = scaled.softmax(dim=-1, dtype=torch.float64)
-        bound = top_p.to(probs.dtype)[:, None]
+        bound = top_p.to(probs.dtype)[..., None]
         last = ((probs.cumsum(dim=-1) - probs < bound).sum(dim=-1, keepdim=True) - 1).clamp(min=0)
         threshold = torch.maximum(threshold, ordered.gather(-1, last).where(bound < 1, -torch.inf))
     return threshold.squeeze(-1)
@@ -176,37 +219,30 @@ def _rank_threshold(logits: Tensor, scale: Tensor | None, top_k: Tensor | None, 
 
 def _computed(logits: Tensor) -> Tensor:
     """In the dtype of the computation: float64 as it is, float32 for all others."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
-def scale_of(temperature: Tensor | None, logits: Tensor) -> Tensor | None:
-    """1 / T [B], and 1 for greedy rows, in the dtype in which `logits` are computed with; None where all are 1."""
-    if temperature is None or known(temperature == 1):
-        return None
-    temperature = temperature.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    if not is_never_greedy(temperature):
-        temperature = temperature.masked_fill(temperature < GREEDY_BELOW, 1)
-    return temperature.reciprocal()
-
-
-def _spread_scale(scale: Tensor, like: Tensor) -> Tensor:
-    """[B] -> [B, 1, ...] to broadcast against `like` [B, ...]."""
-    return scale.view(-1, *[1] * (like.dim() - 1))
-
-
-def exp_(values: Tensor) -> Tensor:
-    """Of a tensor that may be overwritten. On CPU the exp of float32 takes three times as long as exp2, and far longer
-    where there is -inf; its error grows to |x| / 2 units in the last place."""
+def exp(values: Tensor) -> Tensor:
+    """On CPU the exp of float32 takes three times as long as exp2, and far longer where there is -inf; its error grows to
+    |x| / 2 units in the last place."""
     if values.device.type == "cpu" and values.dtype == torch.float32:
-        return values.mul_(math.log2(math.e)).exp2_()
-    return values.exp_()
+        return (values * math.log2(math.e)).exp2_()
+    return values.exp()
 
 
-def log_sum_exp(values: Tensor, peak: Tensor | None = None) -> Tensor:
-    """[..., V] -> [...], as torch.logsumexp; `peak` is their maximum, if it is known."""
-    peak = values.amax(dim=-1) if peak is None else peak
-    peak = peak.masked_fill(peak.abs() == torch.inf, 0)
-    return exp_(values - peak[..., None]).sum(dim=-1).log_().add_(peak)
+def log_sum_exp(values: Tensor) -> Tensor:
+    """[..., V] -> [...], as torch.logsumexp, but NaN where there is +inf."""
+    total = exp(values).sum(dim=-1)
+    low, high = bounds(total)
+    if SMALL < low <= high < LARGE:  # as they mostly are; nothing that was lost counts beside such a sum
+        return total.log_()
+    peak = finite_peak(values).masked_fill_((total > SMALL) & (total < LARGE), 0)
+    return exp(values - peak[..., None]).sum(dim=-1).log_().add_(peak)
+
+
+def finite_peak(values: Tensor) -> Tensor:
+    """The largest of each row [..., V] -> [...], and the smallest finite number instead of -inf: -inf - -inf is NaN."""
+    return values.amax(dim=-1).clamp_(min=torch.finfo(values.dtype).min)
 
 
 def finite(values: Tensor) -> Tensor:
@@ -214,29 +250,37 @@ def finite(values: Tensor) -> Tensor:
     return values.abs() < torch.inf
 
 
-def known(condition: Tensor) -> bool:
-    """Whether a condition holds throughout; True only where that is known without waiting for a device."""
-    return condition.device.type == "cpu" and bool(condition.all())
+def bounds(values: Tensor) -> tuple[float, float]:
+    """The smallest and the largest of the values, NaN if one of them is; (-inf, inf) where reading them would wait for a
+    device, so that nothing seems to be known."""
+    if values.device.type != "cpu":
+        return -math.inf, math.inf
+    if not values.numel():
+        return math.inf, -math.inf
+    low, high = values.aminmax()
+    return low.item(), high.item()
 
 
-def is_all_greedy(temperature: Tensor | None) -> bool:
-    """True only where that is known."""
-    return temperature is not None and known(temperature < GREEDY_BELOW)
+def take(values: Tensor, sequence: Tensor, index: Tensor) -> Tensor:
+    """values[sequence[n], index[n]]: [B, W, ...] -> [N, ...]; may be a view."""
+    if len(sequence) == 1 and values.device.type == "cpu":
+        return values[int(sequence.item()), int(index.item())][None]
+    if values.is_contiguous():  # in a third of the time
+        return values.flatten(0, 1).index_select(0, sequence * values.shape[1] + index)
+    return values[sequence, index]
 
 
-def is_never_greedy(temperature: Tensor | None) -> bool:
-    """True only where that is known."""
-    return temperature is None or known(temperature >= GREEDY_BELOW)
+def chunks(size: int, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Values [N, ...] cut along N, None where one is None, as the first is not; each of the N stands for `size` numbers to work on."""
+    first, most = values[0], max(1, CHUNK // size)
+    if first is None or first.device.type != "cpu" or len(first) <= most:
+        yield values
+    else:
+        yield from zip(*(repeat(None) if value is None else value.split(most) for value in values), strict=False)
 
 
-def chunks(values: Tensor, size: int) -> Sequence[Tensor]:
-    """Values [N, ...] cut along N, where each of the N stands for `size` numbers to work on."""
-    return values.split(max(1, CHUNK // size)) if values.device.type == "cpu" else [values]
-
-
-def those(condition: Tensor, size: int) -> Sequence[Tensor]:
-    """Where a condition [N] holds, in `chunks`; all of 0 ... N-1 where that is not known without waiting."""
-    if condition.device.type != "cpu":
-        return [torch.arange(len(condition), device=condition.device)]
-    where = condition.nonzero().squeeze(1)
-    return chunks(where, size) if len(where) else []
+def those(condition: Tensor) -> Tensor | None:
+    """Where a condition [N] holds; None: throughout, or it is not known where without waiting for a device."""
+    if condition.device.type != "cpu" or all(condition.tolist()):
+        return None
+    return condition.nonzero().squeeze(1)
