@@ -1,0 +1,58 @@
+"""The benchmark of ragged attention: what it counts, checks and reports."""
+
+import json
+
+import pytest
+import torch
+
+from bench import attention_cases
+from bench.attention_cases import CONTENDERS, GOAL_CASE, GOALS, AttentionCase, attention_report, check, make_inputs
+
+SMALL = AttentionCase(batch=2, length=40, width=3, num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    inputs = make_inputs(SMALL, "cpu")
+    assert SMALL.bytes_moved == sum(inputs[name].nbytes for name in ("query", "query", "keys", "values"))
+    assert GOAL_CASE.bytes_moved == 2**29 + 2 * 16 * 6 * 32 * 128 * 2
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_contenders_give_the_same_and_wrong_results_are_rejected(name: str) -> None:
+    inputs = make_inputs(SMALL, "cpu")
+    output = CONTENDERS[name](inputs)
+    check(SMALL, inputs, output)
+    one_key_less = inputs | dict(seq_lens=inputs["seq_lens"] - 1, mask=inputs["mask"].roll(-1, dims=-1))
+    with pytest.raises(AssertionError, match="B=2 L=40 W=3: row 0 is off by"):
+        check(SMALL, inputs, CONTENDERS[name](one_key_less))
+    with pytest.raises(AssertionError):
+        check(SMALL, inputs, output[:, :2])
+
+
+def test_report_on_a_cpu() -> None:
+    """Figures of ours and of the baseline; nothing is claimed about a GPU."""
+    report = json.loads(json.dumps(attention_report("cpu", [SMALL, AttentionCase(1, 24, 1, 2, 1, 8)])))
+    first, second = report["cases"]
+    assert (first["shape"], second["shape"]) == ("B=2 L=40 W=3", "B=1 L=24 W=1")
+    median, p20, p80 = first["ours_us"]
+    assert 0 < p20 <= median <= p80 and first["repeats"] == 7
+    assert first["sdpa_to_ours"] == pytest.approx(first["masked_sdpa_us"][0] / median, rel=0.02)
+    assert first["gb_per_s"] == pytest.approx(SMALL.bytes_moved / median / 1e3, abs=0.06)
+    assert first["share_of_copy"] is None
+    assert report["goals"] == {name: dict(at_least=v, measured=None, met=None) for name, v in GOALS.items()}
+
+
+def test_a_case_that_fails_is_a_result_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONTENDERS, "ours", lambda inputs: inputs["query"].transpose(1, 2).contiguous())
+    (result,) = attention_report("cpu", [SMALL])["cases"]
+    assert result["error"].startswith("AssertionError: B=2 L=40 W=3: row 0 is off by")
+
+
+def test_goals_are_met_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def contest(case: AttentionCase, device: str, **options: object) -> dict[str, object]:
+        return dict(shape=case.shape, share_of_copy=0.85, sdpa_to_ours=2.5)
+
+    monkeypatch.setattr(attention_cases, "contest", contest)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    goals = attention_report("cuda", [GOAL_CASE])["goals"]
+    assert {name: goal["met"] for name, goal in goals.items()} == {"share_of_copy": True, "sdpa_to_ours": False}
