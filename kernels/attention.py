@@ -235,10 +235,10 @@ def split_size_for(num_tiles: int) -> int:
 def blocks_for(query_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Sizes of a program's blocks, from what the result of a row may depend on: not from batch, lengths or capacity.
 
-    Up to 32 query rows, a block of K and one of V are 16 KiB each, and up to two of each are on their way: 72 to 84 KiB
-    of shared memory, and less than 256 registers for each of 128 threads. So two programs fit on a processor, with
-    128 KiB on their way: three times what an H200 needs to be busy (4.8 TB/s x 1 us / 132 processors = 36 KB). More
-    query rows want more registers, and get half of that, three programs each. AMD's processors have 64 KiB in all.
+    Up to 32 query rows, a block of K and one of V are 16 KiB each (at D = 128), and up to two of each are on their way:
+    70 to 82 KiB of shared memory, and less than 256 registers for each of 128 threads. So two programs fit on a
+    processor, with 128 KiB on their way: three times what keeps an H200 busy (4.8 TB/s x 1 us / 132 processors = 36 KB).
+    More query rows want more registers, and get half of that, three programs each. AMD's processors have 64 KiB in all.
 
     No tensor core multiplies in the precision of float32; fused multiply-adds want few rows and many threads.
     """
@@ -261,7 +261,7 @@ def options_for(blocks: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def view(tensor: Tensor) -> tuple[Tensor, int, int, int]:
-    """What a kernel gets of a tensor of four dimensions. A stride that is never used must bring no variant of its own."""
+    """What a kernel gets of a tensor of 4 dimensions. A stride that is never used must bring no variant of its own."""
     batch, head, column = (
         0 if size == 1 else stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     )
