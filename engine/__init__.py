@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import EngineConfig, SamplingParams
-    from .drafters import Drafter, DraftModel, NGramDrafter
+    from .drafters import (
+        CascadeDrafter,
+        Drafter,
+        DraftModel,
+        EagleDrafter,
+        IntersectionDraftModel,
+        LayerSkipDrafter,
+        MedusaDrafter,
+        MlpSpeculatorDrafter,
+        NGramDrafter,
+        ReencodingDraftModel,
+        StagedDraftModel,
+        SuffixDrafter,
+    )
     from .engine import Engine
     from .errors import EngineError, InvalidLogitsError, UnsupportedModelError
     from .loading import load
@@ -24,19 +37,28 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BatchState": "state",
+    "CascadeDrafter": "drafters",
     "DraftModel": "drafters",
     "Drafter": "drafters",
+    "EagleDrafter": "drafters",
     "Engine": "engine",
     "EngineConfig": "config",
     "EngineError": "errors",
+    "IntersectionDraftModel": "drafters",
     "InvalidLogitsError": "errors",
+    "LayerSkipDrafter": "drafters",
+    "MedusaDrafter": "drafters",
+    "MlpSpeculatorDrafter": "drafters",
     "NGramDrafter": "drafters",
     "Output": "output",
     "Piece": "output",
     "Proposal": "state",
+    "ReencodingDraftModel": "drafters",
     "SamplingParams": "config",
     "Span": "output",
+    "StagedDraftModel": "drafters",
     "Stats": "metrics",
+    "SuffixDrafter": "drafters",
     "UnsupportedModelError": "errors",
     "Verdict": "state",
     "load": "loading",
@@ -44,19 +66,28 @@ _HOME = {
 
 __all__ = [
     "BatchState",
+    "CascadeDrafter",
     "DraftModel",
     "Drafter",
+    "EagleDrafter",
     "Engine",
     "EngineConfig",
     "EngineError",
+    "IntersectionDraftModel",
     "InvalidLogitsError",
+    "LayerSkipDrafter",
+    "MedusaDrafter",
+    "MlpSpeculatorDrafter",
     "NGramDrafter",
     "Output",
     "Piece",
     "Proposal",
+    "ReencodingDraftModel",
     "SamplingParams",
     "Span",
+    "StagedDraftModel",
     "Stats",
+    "SuffixDrafter",
     "UnsupportedModelError",
     "Verdict",
     "load",

@@ -67,8 +67,7 @@ class AdaptiveLength(FixedLength):
         self.choices, self._column_cost = frozenset(choices), column_cost
         self._verify: dict[int, Costs] = {}  # by number of rows: seconds over width - 1
         self._draft: dict[int, Costs] = {}  # seconds over drafts
-        self._all_rows = Acceptance(_ENGINE_HALVES_AFTER)
-        self._rows: dict[int, Acceptance] = {}
+        self._by_position, self._by_confidence = Experience(), Experience()
         self._offered: dict[int, tuple[list[int], list[int]]] = {}  # by row: tokens and their bins, before trimming
         self._without, self._patience = 0, _PROBE_AFTER[0]
         self._judged_by_confidence = False
@@ -83,7 +82,9 @@ class AdaptiveLength(FixedLength):
             return 0  # what plain decoding costs has to be known
         if self._judged_by_confidence and self._drafting_is_free(len(rows)):
             return most  # `trim` decides
-        chances = [self._chances(row, range(min(most, NUM_BINS))) for row in rows]
+        positions = range(min(most, NUM_BINS))
+        # What is not known yet is like the position before.
+        chances = [self._by_position.chances(row, positions, prior=0.6, carry=True) for row in rows]
         best = self._best(chances, len(rows), with_drafting=True)
         if best or not most:
             self._without = 0
@@ -106,26 +107,26 @@ class AdaptiveLength(FixedLength):
         for row in rows:
             count = next((i for i, token in enumerate(drafts[row]) if token < 0), len(drafts[row]))
             self._offered[row] = drafts[row][:count], bins[row][:count]
-            chances.append(self._chances(row, bins[row][:count]))
+            chances.append(self._by_confidence.chances(row, bins[row][:count]))
         best = self._best(chances, len(rows), with_drafting=False)
         return Proposal(proposal.tokens[:, :best])
 
     def begin(self, row: int) -> None:
-        self._rows[row] = Acceptance(_HALVES_AFTER)
+        self._by_position.begin(row)
+        self._by_confidence.begin(row)
 
     def observe(self, row: int, tokens: Sequence[int], accepted: int, proposed: int, asked: int) -> None:
-        offered, bins = self._offered.get(row, ((), range(NUM_BINS)))
+        offered, bins = self._offered.get(row, ((), ()))
         outcomes = [True] * accepted
         if accepted < proposed:
             outcomes.append(False)
         elif accepted < min(len(offered), len(tokens)):
             # Not verified, but the target's own token says whether it would have stood.
             outcomes.append(offered[accepted] == tokens[accepted])
-        elif not offered and proposed < asked:
-            outcomes.append(False)  # a draft that did not come costs its column all the same
-        for bin_, stood in zip(bins, outcomes, strict=False):
-            self._rows[row].add(bin_, stood)
-            self._all_rows.add(bin_, stood)
+        self._by_confidence.add(row, bins, outcomes)
+        if len(outcomes) == accepted < asked:
+            outcomes.append(False)  # a draft that was asked for and did not come
+        self._by_position.add(row, range(NUM_BINS), outcomes)
         if accepted:
             self._patience = _PROBE_AFTER[0]
 
@@ -133,18 +134,6 @@ class AdaptiveLength(FixedLength):
         self._verify.setdefault(num_rows, Costs(self._column_cost)).add(width - 1, other_seconds)
         if asked:
             self._draft.setdefault(num_rows, Costs(_DRAFT_SLOPE)).add(asked, draft_seconds)
-
-    def _chances(self, row: int, bins: Sequence[int]) -> list[float]:
-        """For drafts in these bins, that each stands if those before it do: the row's own experience, else all rows'."""
-        chances, prior = [], 0.6
-        for bin_ in bins:
-            if self._judged_by_confidence:
-                prior = (bin_ + 0.5) / NUM_BINS
-            # Where positions are the bins, what is not known yet is like the position before.
-            everywhere = self._all_rows.estimate(bin_, prior, _PRIOR_WEIGHT)
-            chances.append(self._rows[row].estimate(bin_, everywhere, _PRIOR_WEIGHT))
-            prior = chances[-1]
-        return chances
 
     def _best(self, chances: list[list[float]], num_rows: int, *, with_drafting: bool) -> int:
         """The number of drafts with most expected tokens per second."""
@@ -166,6 +155,38 @@ class AdaptiveLength(FixedLength):
     def _drafting_is_free(self, num_rows: int) -> bool:
         draft, verify = self._draft.get(num_rows), self._verify.get(num_rows)
         return not draft or not verify or draft.at(self.num_draft_tokens) < 0.05 * verify.at(0)
+
+
+class Experience:
+    """How often drafts stood, by bin: of each row, and of all rows of the engine's life."""
+
+    def __init__(self) -> None:
+        self._all_rows = Acceptance(_ENGINE_HALVES_AFTER)
+        self._rows: dict[int, Acceptance] = {}
+
+    def begin(self, row: int) -> None:
+        """A new text has taken this slot."""
+        self._rows[row] = Acceptance(_HALVES_AFTER)
+
+    def add(self, row: int, bins: Sequence[int], outcomes: Sequence[bool]) -> None:
+        """Note whether the drafts in these bins stood."""
+        for bin_, stood in zip(bins, outcomes, strict=False):
+            self._rows[row].add(bin_, stood)
+            self._all_rows.add(bin_, stood)
+
+    def chances(self, row: int, bins: Sequence[int], prior: float | None = None, carry: bool = False) -> list[float]:
+        """That each draft stands if those before it do: the row's own experience, else all rows', else the prior.
+
+        Args:
+            prior: believed before anything is known; None: the middle of the bin.
+            carry: a bin's prior is what is expected of the one before it.
+        """
+        found: list[float] = []
+        for bin_ in bins:
+            believed = (bin_ + 0.5) / NUM_BINS if prior is None else found[-1] if carry and found else prior
+            everywhere = self._all_rows.estimate(bin_, believed, _PRIOR_WEIGHT)
+            found.append(self._rows[row].estimate(bin_, everywhere, _PRIOR_WEIGHT))
+        return found
 
 
 class Acceptance:

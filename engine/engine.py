@@ -41,6 +41,8 @@ class Engine:
         arguments = (config, model.dtype, type(drafter).__name__)
         self._ranks.require_same("the arguments of engine.load", arguments)
         self._target = RaggedModel(model, config.max_batch_size, self.exact)
+        if (attach := getattr(drafter, "attach", None)) is not None:
+            attach(self._target)
         context = self._target.context_length
         if config.max_length is not None and config.max_length > context:
             raise ValueError(f"max_length must be <= {context}, the target's context, got {config.max_length}")

@@ -1,5 +1,6 @@
 """From what a user names (hub id, folder, GGUF file, live model) to an engine."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,15 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from . import parallel
 from .config import EngineConfig
 from .drafters import Drafter, DraftModel, NGramDrafter
+from .drafters.intersection import IntersectionDraftModel
+from .drafters.recognise import recognise
+from .drafters.reencoding import ReencodingDraftModel
+from .drafters.vocabulary import SharedVocabulary, difference
 from .engine import Engine
 from .packing import pack_linears
 from .support import check_config, vocab_size
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,9 @@ def load(
 
     Args:
         target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on).
-        drafter: "ngram"; None for plain decoding; a hub id, folder or GGUF file of a draft model; a live draft model, which
-            must share the target's vocabulary; or an object with `prefill`, `propose` and `observe`.
+        drafter: "ngram"; None for plain decoding; a hub id or folder of a learned drafter made for the target (EAGLE, Medusa,
+            MLP speculator; recognised by its config); a hub id, folder or GGUF file of a draft model; a live draft model,
+            which must share the target's vocabulary; or an object with `prefill`, `propose` and `observe`.
         num_draft_tokens: tokens proposed in a round (K), >= 0; "auto": as many as promise most tokens per second, from the
             acceptance and the times of the rounds so far, down to none.
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
@@ -60,7 +68,7 @@ def load(
             with the same arguments, and get the same outputs. A draft model is held whole by each.
 
     Raises:
-        ValueError: for an argument out of its range, a damaged checkpoint, or a drafter of another vocabulary.
+        ValueError: for an argument out of its range, a damaged checkpoint, or a live draft model of another vocabulary.
         FileNotFoundError: for a path that does not exist.
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
         OSError: for a hub id that cannot be had.
@@ -77,13 +85,14 @@ def load(
             f"drafter must be 'ngram', None, a hub id, a path, a PreTrainedModel, or have prefill, propose and observe; "
             f"got {type(drafter).__name__}"
         )
+    if isinstance(drafter, str | Path):
+        drafter = recognise(drafter) or drafter
     main = _checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
     if isinstance(drafter, str | Path | PreTrainedModel):
         draft = _checkpoint(drafter, "drafter", main.model.dtype, main.model.device, None)
-        drafter = DraftModel(draft.model, draft.tokenizer)
-    if isinstance(drafter, DraftModel):
+        drafter = _draft_model(main, draft)
+    if isinstance(drafter, DraftModel | ReencodingDraftModel):
         _check_draft_model(main, drafter)
-        drafter.attach(config.max_batch_size, vocab_size(main.model))
     return Engine(main.model, main.tokenizer, drafter, config)
 
 
@@ -202,8 +211,22 @@ def _num_ranks(tensor_parallel: Any, target: Any, device: Any) -> int | None:
     return parallel.world_size()
 
 
-def _check_draft_model(main: Checkpoint, drafter: DraftModel) -> None:
-    """Both must give every id the same meaning. Vocabularies may be padded to different sizes.
+def _draft_model(main: Checkpoint, draft: Checkpoint) -> DraftModel | ReencodingDraftModel:
+    """The kind of drafter that the two tokenizers allow."""
+    if None in (main.tokenizer, draft.tokenizer) or not difference(main.tokenizer, draft.tokenizer):
+        return DraftModel(draft.model, draft.tokenizer)
+    sizes = vocab_size(draft.model), vocab_size(main.model)
+    share = SharedVocabulary(draft.tokenizer, main.tokenizer, *sizes).share
+    kind = IntersectionDraftModel if share >= _LEAST_SHARE else ReencodingDraftModel
+    logger.info("%s: the drafter has another tokenizer, which shares %.0f%% of its tokens", kind.__name__, 100 * share)
+    return kind(draft.model, draft.tokenizer, main.tokenizer)
+
+
+_LEAST_SHARE = 0.25  # of the smaller vocabulary: with less, drafting in shared tokens only finds too little to say
+
+
+def _check_draft_model(main: Checkpoint, drafter: DraftModel | ReencodingDraftModel) -> None:
+    """Both must give every id the same meaning, unless the drafter translates. Vocabularies may be padded to different sizes.
 
     Raises:
         ValueError: with the first id that differs.
@@ -211,6 +234,8 @@ def _check_draft_model(main: Checkpoint, drafter: DraftModel) -> None:
     model = drafter.model
     if model.device != main.model.device:
         raise ValueError(f"drafter must be on the target's device {main.model.device}, got {model.device}")
+    if isinstance(drafter, IntersectionDraftModel | ReencodingDraftModel):
+        return
     sizes = [vocab_size(m) for m in (main.model, model)]
     if main.tokenizer is None or drafter.tokenizer is None:
         if sizes[0] != sizes[1]:
@@ -219,18 +244,8 @@ def _check_draft_model(main: Checkpoint, drafter: DraftModel) -> None:
                 f"pass engine.DraftModel(model, tokenizer=...) and the target's tokenizer, to be compared"
             )
         return
-    target_words, draft_words = (
-        {i: word for word, i in t.get_vocab().items()} for t in (main.tokenizer, drafter.tokenizer)
-    )
-    shared = target_words.keys() & draft_words.keys()
-    for token in sorted(shared):
-        if target_words[token] != draft_words[token]:
-            raise ValueError(
-                f"drafter must have the target's tokenizer, but id {token} is {target_words[token]!r} in the target's and "
-                f"{draft_words[token]!r} in the drafter's"
-            )
-    if len(shared) < 0.99 * max(len(target_words), len(draft_words)):
+    if found := difference(main.tokenizer, drafter.tokenizer):
         raise ValueError(
-            f"drafter must have the target's tokenizer, but of {len(target_words)} and {len(draft_words)} ids only "
-            f"{len(shared)} are in both"
+            f"drafter must have the target's tokenizer, but {found}; IntersectionDraftModel and ReencodingDraftModel "
+            f"draft with another one"
         )

@@ -1,6 +1,6 @@
 """A stock `transformers` causal language model, called over a ragged batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from .attention import AttentionSwitch
 from .cache import RaggedCache
 from .errors import UnsupportedModelError
+from .hidden_states import HiddenStates
 from .support import TESTED, check_supported, context_length, vocab_size
 
 # Attention over keys that are masked out must not change a bit. On CPU, scaled_dot_product_attention works through the
@@ -35,7 +36,6 @@ class RaggedModel:
         exact: every decode call has the shape [num_slots, EXACT_WIDTH], every prefill call [1, EXACT_PREFILL_WIDTH], and
             attention sees whole blocks of keys, so that logits do not depend, bit for bit, on how a text was cut.
         role: "target" or "drafter", for messages.
-
     Raises:
         UnsupportedModelError: if the architecture cannot be decoded this way.
     """
@@ -52,8 +52,21 @@ class RaggedModel:
         self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
         self._attention = AttentionSwitch(model, self.cache, ragged=uses_ragged_kernel(model))
         self.cache.whole_buffers = self._attention.ragged
+        self._hidden: list[HiddenStates] = []
         if self.config.model_type not in TESTED:
             self._probe(role)
+
+    def keep_hidden_states(self, layers: Sequence[int]) -> HiddenStates:
+        """From now on, keep the hidden states of these layers for every token that is read.
+
+        Raises:
+            ValueError: if the model has no such layers.
+        """
+        most = self.config.num_hidden_layers
+        if not layers or min(layers) < 0 or max(layers) > most:
+            raise ValueError(f"layers must be in [0, {most}], as the target has {most} layers, got {list(layers)}")
+        self._hidden.append(HiddenStates(layers, self.cache))
+        return self._hidden[-1]
 
     def decode(
         self,
@@ -66,27 +79,32 @@ class RaggedModel:
         """Logits [n, W, V]. K/V of the valid columns is written at start, start + 1, ..."""
         width = tokens.shape[1]
         if not self.exact:
-            return self._call(tokens, start, num_valid, rows, kv_length, with_head=True)
+            return self.call(tokens, start, num_valid, rows, kv_length)
         missing = self.num_slots - tokens.shape[0]
         if missing:
             tokens = torch.nn.functional.pad(tokens, (0, 0, 0, missing))
             start, num_valid = (torch.nn.functional.pad(value, (0, missing)) for value in (start, num_valid))
         tokens = torch.nn.functional.pad(tokens, (0, -width % EXACT_WIDTH))
         chunks = [
-            self._call(
+            self.call(
                 tokens[:, column : column + EXACT_WIDTH],
                 start + column,
                 num_valid - column,
                 slice(0, self.num_slots),
                 kv_length,
-                with_head=True,
             )
             for column in range(0, width, EXACT_WIDTH)
         ]
         logits = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
         return logits[: self.num_slots - missing, :width]
 
-    def prefill(self, tokens: Tensor, spans: Sequence[tuple[int, int]], rows: slice | Tensor) -> None:
+    def prefill(
+        self,
+        tokens: Tensor,
+        spans: Sequence[tuple[int, int]],
+        rows: slice | Tensor,
+        inputs: Callable[[Tensor], dict[str, Any]] = lambda positions: {},
+    ) -> None:
         """Write K/V of a part of each row.
 
         Args:
@@ -94,6 +112,7 @@ class RaggedModel:
             spans: for each row, the first token to read and the one to stop before. Those before have been read. Exact
                 prefill takes one row, from a multiple of EXACT_PREFILL_WIDTH on.
             rows: the n slots.
+            inputs: further arguments of the model's `forward` for tokens at these positions, [n, W] int64.
         """
         longest = max(end - begin for begin, end in spans)
         width = EXACT_PREFILL_WIDTH if self.exact else max(min(PREFILL_WIDTH, longest), 1)
@@ -103,11 +122,27 @@ class RaggedModel:
             start = first + done
             index = (start[:, None] + place).clamp(max=tokens.shape[1] - 1)
             stop = max(min(begin + done + width, end) for begin, end in spans)
-            self._call(tokens.gather(1, index), start, last - start, rows, kv_length=stop, with_head=False)
+            chunk = tokens.gather(1, index)
+            self.call(chunk, start, last - start, rows, kv_length=stop, with_head=False, **inputs(index))
 
-    def _call(
-        self, tokens: Tensor, start: Tensor, num_valid: Tensor, rows: slice | Tensor, kv_length: int, with_head: bool
+    def call(
+        self,
+        tokens: Tensor,
+        start: Tensor,
+        num_valid: Tensor,
+        rows: slice | Tensor,
+        kv_length: int,
+        with_head: bool = True,
+        keep_hidden: bool = True,
+        **inputs: Tensor,
     ) -> Tensor:
+        """One call of the model, of the shape of its arguments: as `decode`, which makes exact ones of it.
+
+        Args:
+            with_head: False for what the head would read, [n, W, H].
+            keep_hidden: False leaves kept hidden states alone, for a call that only drafts.
+            inputs: further arguments of the model's `forward`.
+        """
         column = torch.arange(tokens.shape[1], device=self.device)
         positions = start[:, None] + column
         valid = column < num_valid[:, None]
@@ -122,12 +157,16 @@ class RaggedModel:
             past_key_values=self.cache,
             use_cache=True,
         )
+        arguments |= inputs
+        kept = self._hidden if keep_hidden else []
+        if kept:
+            arguments["output_hidden_states"] = True
         with torch.inference_mode(), self._attention.on():
-            if with_head:
-                logits: Tensor = self.model(**arguments).logits
-                return logits
-            hidden: Tensor = self.model.base_model(**arguments)[0]
-            return hidden
+            output = self.model(**arguments) if with_head else self.model.base_model(**arguments)
+            for hidden in kept:
+                hidden.write(output.hidden_states)
+            result: Tensor = output.logits if with_head else output[0]
+            return result
 
     def _probe(self, role: str) -> None:
         """Hold a prefill and a decode call of an unknown architecture against one plain call.

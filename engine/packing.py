@@ -10,7 +10,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +41,19 @@ class PackedLinear(nn.Module):
         destination[prefix + "weight"] = self.weight
 
 
-def pack_linears(model: PreTrainedModel) -> int:
+def pack_linears(model: nn.Module) -> int:
     """Replace the linear layers of a model on a CPU, in place; returns how many.
 
     A head that is tied to the embeddings gets a copy of its own. Everything stays as it is where this build of torch or
     this processor cannot do it.
     """
-    if model.device.type != "cpu" or not _supported(model.dtype):
+    first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
+    if first is None or first.device.type != "cpu" or not _supported(first.dtype):
         return 0
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if _is_plain(child) and child.weight.dtype == model.dtype:
+            if _is_plain(child) and child.weight.dtype == first.dtype:
                 setattr(parent, name, PackedLinear(child))
                 count += 1
     return count

@@ -137,12 +137,10 @@ def test_an_unknown_architecture_is_probed(monkeypatch: pytest.MonkeyPatch) -> N
         engine.load(granite)
 
 
-def test_drafter_of_another_tokenizer(target: PreTrainedModel, folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    perturbed(target, 0.1).save_pretrained(other)
-    byte_tokenizer(renamed={"a": "_a"}).save_pretrained(other)
+def test_draft_model_of_another_tokenizer(target: PreTrainedModel) -> None:
+    other = engine.DraftModel(perturbed(target, 0.1), byte_tokenizer(renamed={"a": "_a"}))
     with pytest.raises(ValueError, match="drafter must have the target's tokenizer, but id 97 is 'a'"):
-        engine.load(folder, drafter=other)
+        engine.load(target, drafter=other, tokenizer=byte_tokenizer())
 
 
 def test_padded_vocabularies(target: PreTrainedModel) -> None:

@@ -9,6 +9,9 @@ from ..state import BatchState, Proposal, Verdict
 class Drafter(Protocol):
     """Proposes tokens for a batch of rows. Everything it needs is in the state; nothing may wait for the device.
 
+    One that works with the target has `attach(target: RaggedModel)`, called once before all else: the place to ask for
+    hidden states (`target.keep_hidden_states`).
+
     A drafter that keeps something per row keeps it per slot: `state.rows` are the slots of a state's rows.
 
     One that also has `graph_key() -> Hashable | None` is captured in CUDA graphs: the key tells apart whatever `propose`

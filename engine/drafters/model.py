@@ -1,15 +1,17 @@
 """Drafting with a smaller language model of the same vocabulary (Leviathan et al., arXiv 2211.17192)."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..backend import DRAFT, SAMPLE, RowStats, sample
+from ..backend import DRAFT, SAMPLE, RowStats, row_stats, sample
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
+
+WIDEST_CATCH_UP = 32  # columns that go through the head; "auto" tries at least that often to draft
 
 
 class DraftModel:
@@ -22,18 +24,25 @@ class DraftModel:
     Args:
         model: the draft model; on the target's device.
         tokenizer: its tokenizer, to be compared with the target's; None where they are known to be the same.
+        greedy: propose the likeliest token at any temperature, as a one-hot draft with its probability (at temperature 1) as
+            confidence. Sampled drafts are accepted more often; of greedy ones, "auto" knows which are worth verifying.
+
+    Raises:
+        ValueError: for a `greedy` that is no bool.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, greedy: bool = False) -> None:
+        if greedy not in (True, False):
+            raise ValueError(f"greedy must be True or False, got {greedy!r}")
+        self.model, self.tokenizer, self.greedy = model, tokenizer, greedy
         self._ragged: RaggedModel | None = None
         self._shared_vocab_size = 0
         self._rounds_missed = 0  # since it drafted last; each added a token to a row
 
-    def attach(self, num_slots: int, target_vocab_size: int) -> None:
+    def attach(self, target: RaggedModel) -> None:
         """Make a cache for the target's slots; drafts are drawn from ids that both models have."""
-        self._ragged = RaggedModel(self.model, num_slots, role="drafter")
-        self._shared_vocab_size = min(self._ragged.vocab_size, target_vocab_size)
+        self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
+        self._shared_vocab_size = min(self._ragged.vocab_size, target.vocab_size)
 
     @property
     def ragged(self) -> RaggedModel:
@@ -52,10 +61,7 @@ class DraftModel:
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw token after token, each row under its own temperature and filters."""
-        # The last two tokens and those missed; fewer where the text has no more, none in rows that are not active.
-        width = min(2 + self._rounds_missed, state.max_text_length)
-        start = (state.seq_lens + 1 - width).clamp(min=0)
-        fed = (state.seq_lens - start + 1) * state.active
+        start, fed, width = self._unread(state)
         ends = state.gather(start[:, None] + torch.arange(width, device=start.device))
         logits = self._decode(state, ends, start, fed, extra=0)
         last = (fed - 1).clamp(min=0)[:, None, None].expand(-1, -1, logits.shape[-1])
@@ -65,11 +71,7 @@ class DraftModel:
             inside = (start < state.limits).long()
             logits = self._decode(state, steps[-1][0].clamp(min=0), start, inside, extra=step)
             steps.append(self._draw(state, logits, step))
-        tokens = torch.cat([tokens for tokens, _, _ in steps], dim=1)
-        if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
-            return Proposal(tokens)
-        rows = [torch.cat(field, dim=1) for field in zip(*(stats for _, _, stats in steps), strict=True)]
-        return Proposal(tokens, torch.cat([logits for _, logits, _ in steps], dim=1), RowStats(*rows))
+        return self._proposal(state, steps)
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Rolling back is the state's lower `seq_lens`; only rounds without drafts have to be made up for."""
@@ -78,14 +80,53 @@ class DraftModel:
 
     def graph_key(self) -> Hashable | None:
         """What `propose` depends on beside the state; None: this time it may not be captured."""
-        return None if self._rounds_missed else self.ragged.cache.capacity
+        return None if self._rounds_missed > WIDEST_CATCH_UP else (self.ragged.cache.capacity, self._rounds_missed)
+
+    def _unread(self, state: BatchState) -> tuple[Tensor, Tensor, int]:
+        """From where on a row's tokens are to be fed [B], how many there are up to the pending one [B], and at most.
+
+        The last two tokens and those missed; fewer where the text has no more, none in rows that are not active.
+        """
+        if self._rounds_missed > WIDEST_CATCH_UP:
+            self._catch_up(state)
+        width = min(2 + self._rounds_missed, state.max_text_length)
+        self._rounds_missed = 0  # even if no draft is then found worth verifying
+        start = (state.seq_lens + 1 - width).clamp(min=0)
+        return start, (state.seq_lens - start + 1) * state.active, width
+
+    def _catch_up(self, state: BatchState) -> None:
+        """Read what was missed, but for the last two tokens, without the head. Waits for the device, to learn where."""
+        ends = (state.seq_lens - 1).clamp(min=0).tolist()
+        spans = [(max(end - self._rounds_missed, 0), end) for end in ends]
+        self.ragged.prefill(state.tokens, spans, state.rows)
+        self._rounds_missed = 0
 
     def _decode(self, state: BatchState, tokens: Tensor, start: Tensor, valid: Tensor, extra: int) -> Tensor:
         length = state.max_text_length + extra
         return self.ragged.decode(tokens, start, valid, state.rows, length)[..., : self._shared_vocab_size]
 
-    def _draw(self, state: BatchState, logits: Tensor, step: int) -> tuple[Tensor, Tensor, RowStats]:
+    def _draw(self, state: BatchState, logits: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor, RowStats]:
+        """Tokens [B, W] for logits [B, W, V], of which the first is draft number `step` (an int, or [B]); logits; stats."""
+        if self.greedy:
+            likeliest = row_stats(logits)
+            return likeliest.argmax.where(likeliest.lse.isfinite(), -1), logits, likeliest
         origin, stream = (None, SAMPLE) if state.coupled else (state.position, DRAFT)
         position = state.position + step
         draws = sample(logits, **state.sampling, seed=state.seed, position=position, origin=origin, stream=stream)
         return draws.tokens, logits, draws.stats
+
+    def _proposal(self, state: BatchState, steps: Sequence[tuple[Tensor, Tensor, RowStats]]) -> Proposal:
+        """What `_draw` gave, side by side."""
+        tokens = torch.cat([tokens for tokens, _, _ in steps], dim=1)
+        if self.greedy:
+            return Proposal(tokens, confidence=torch.cat([_probability(*step) for step in steps], dim=1))
+        if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
+            return Proposal(tokens)
+        rows = [torch.cat(field, dim=1) for field in zip(*(stats for _, _, stats in steps), strict=True)]
+        return Proposal(tokens, torch.cat([logits for _, logits, _ in steps], dim=1), RowStats(*rows))
+
+
+def _probability(tokens: Tensor, logits: Tensor, stats: RowStats) -> Tensor:
+    """[B, W] float32, of the tokens under the stats' temperature."""
+    logit = logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    return (logit - stats.lse).exp().float().where(tokens >= 0, 0.0)

@@ -12,6 +12,9 @@ from torch.nn.functional import pad
 from ..config import check_int
 from ..state import BatchState, Proposal, Verdict
 
+# How often the token after a match of 1, 2, ... tokens comes again: greedy answers of SmolLM2-135M-Instruct to 800 prompts.
+_CHANCES = (0.21, 0.54, 0.61, 0.68, 0.73, 0.79, 0.79, 0.93)
+
 
 class NGramDrafter:
     """Proposes the continuation of the most recent among the longest earlier matches of the text's end.
@@ -50,7 +53,8 @@ class NGramDrafter:
         step = torch.arange(num_draft_tokens, device=text.device)
         tokens = state.gather(best + 1 + step % (end - best).clamp(min=1))
         # If a draft stands, the match is one longer for the next.
-        confidence = 1 - 1 / (context + step + 1)
+        chances = torch.tensor(_CHANCES, device=text.device)
+        confidence = chances[(context + step - 1).clamp(0, len(_CHANCES) - 1)]
         return Proposal(tokens.where(context >= self.min_ngram, -1), confidence=confidence)
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:

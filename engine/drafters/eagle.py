@@ -1,0 +1,251 @@
+"""Drafting with an EAGLE head, as a chain; the network is in `eagle_model.py`."""
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..backend import DRAFT, SAMPLE, RowStats, sample
+from ..model import RaggedModel
+from ..packing import pack_linears
+from ..state import BatchState, Proposal, Verdict
+from .eagle_model import EagleModel, eagle_config
+from .head_files import HeadFiles, fill, read_head
+
+MIN_REACH = 0.1  # drafting ends where a draft is less likely than this to be accepted, on a CPU, where looking is free
+
+
+class EagleDrafter:
+    """An EAGLE-1, 2 or 3 head as a chain of drafts (Li et al., arXiv 2401.15077, 2406.16858, 2503.01840).
+
+    Its K/V at position j comes from the target's hidden state there and from the token after it. What it wrote at later
+    positions from features of its own, while drafting, is written again when the target's are known.
+
+    Args:
+        model: the head, in the target's dtype and on its device when it is attached.
+        layers: the target's hidden states that it reads, in the counting of `HiddenStates`; None: those that EAGLE trains
+            with (the last for EAGLE-1 and 2; layers 2, L/2 and L-3 for EAGLE-3).
+        greedy: propose what is likeliest instead of drawing from the head's distribution.
+        min_reach: on a CPU, and where drafts are greedy, drafting ends when the product of the head's probabilities of its
+            drafts falls below this.
+        source: where the head is from, for messages.
+    """
+
+    def __init__(
+        self,
+        model: EagleModel,
+        layers: tuple[int, ...] | None = None,
+        greedy: bool = False,
+        min_reach: float = MIN_REACH,
+        source: Any = "drafter",
+    ) -> None:
+        if not 0 <= min_reach <= 1:
+            raise ValueError(f"min_reach must be in [0, 1], got {min_reach!r}")
+        self.model, self.greedy, self.min_reach, self._source = model, greedy, min_reach, source
+        self.layers = layers
+        self._ragged: RaggedModel | None = None
+        self._behind = 0  # at most so many positions of a row have hidden states, but no K/V here
+
+    @classmethod
+    def from_files(cls, files: HeadFiles, **options: Any) -> "EagleDrafter":
+        """From a checkpoint in the speculators format or the EAGLE repository's layout.
+
+        Raises:
+            ValueError: for tensors that are missing, extra or of another shape than the config says.
+        """
+        model, layers = build(files)
+        return cls(model, layers, source=files.folder, **options)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> "EagleDrafter":
+        """From a folder, see `from_files`."""
+        return cls.from_files(read_head(Path(folder)), **options)
+
+    def attach(self, target: RaggedModel) -> None:
+        """Move to the target's device and dtype, and borrow its embeddings, and its head if there is none here.
+
+        Raises:
+            ValueError: if the head was made for a target of another size.
+        """
+        config, num_layers = self.model.config, target.config.num_hidden_layers
+        usual = (2, num_layers // 2, num_layers - 3) if config.eagle == 3 else (num_layers,)
+        self.layers = self.layers or usual
+        if max(self.layers) > num_layers or min(self.layers) < 0:
+            raise ValueError(
+                f"{self._source} reads hidden states {list(self.layers)}, but the target has {num_layers} layers"
+            )
+        for name, own, theirs in (
+            ("hidden size", config.feature_size, target.config.hidden_size),
+            ("vocabulary", config.vocab_size, target.vocab_size),
+        ):
+            if own != theirs:
+                raise ValueError(f"{self._source} was made for a target of {name} {own}, but the target has {theirs}")
+        self.model.to(target.device, target.dtype)  # type: ignore[arg-type]  # a wrapper hides the signature
+        head = target.model.get_output_embeddings()
+        self.model.borrow(target.model.get_input_embeddings(), None if config.eagle == 3 else head)
+        self._target_ids = self.model.target_ids
+        if self.model.head_is_targets:
+            with torch.no_grad():
+                self.model.lm_head.weight.copy_(head.weight[self._target_ids])
+            self.model.head_is_targets = False
+        pack_linears(self.model)
+        self._target, self._hidden = target, target.keep_hidden_states(self.layers)
+        self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
+        self._filled = torch.zeros(target.num_slots, dtype=torch.int64, device=target.device)
+
+    @property
+    def ragged(self) -> RaggedModel:
+        """The head over its cache; `attach` comes first."""
+        assert self._ragged is not None
+        return self._ragged
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of this length."""
+        self.ragged.cache.reserve(length)
+
+    @torch.inference_mode()
+    def prefill(self, state: BatchState) -> None:
+        """Read the prompts, but for the last position that has a hidden state: `propose` begins with that."""
+        self.reserve(state.max_limit)
+        spans = [(0, max(length - 2, 0)) for length in state.prompt_lengths]
+        if any(end for _, end in spans):
+            self.ragged.prefill(state.tokens[:, 1:], spans, state.rows, lambda at: self._features(state, at))
+        self._filled[state.rows] = torch.tensor([end for _, end in spans], device=self._filled.device)
+        self._behind = max(self._behind, 1)
+
+    def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
+        """Draw token after token, each row under its own temperature and filters."""
+        if not self._hidden.states.numel():  # all texts so far were of one token
+            return Proposal(state.tokens[:, :0])
+        hidden = self._catch_up(state)
+        one_hot = self.greedy or state.all_greedy
+        can_draft = (state.seq_lens > 0)[:, None]  # a text of one token has no hidden state yet
+        steps: list[tuple[Tensor, Tensor, RowStats]] = []
+        reach = torch.ones_like(can_draft, dtype=torch.float32)
+        confidence = []
+        for step in range(num_draft_tokens):
+            if step:
+                at = state.seq_lens + step - 1
+                inside = ((at < state.limits) & can_draft[:, 0]).long()
+                hidden = self._call(state, steps[-1][0], at, inside, step, hidden)
+            logits = self.model.logits(hidden)
+            steps.append(self._draw(state, logits, step))
+            if one_hot:
+                chosen = logits.float().amax(-1)
+                confidence.append((chosen - logits.float().logsumexp(-1)).exp())
+                reach = reach * confidence[-1]
+                if reach.device.type == "cpu" and not bool((reach[state.active] >= self.min_reach).any()):
+                    break
+        tokens = torch.cat([tokens for tokens, _, _ in steps], dim=1).where(can_draft, -1)
+        if one_hot:
+            return Proposal(tokens, confidence=torch.cat(confidence, dim=1).clamp(max=1 - 1e-6))
+        if state.coupled:
+            return Proposal(tokens)
+        rows = [torch.cat(field, dim=1) for field in zip(*(stats for _, _, stats in steps), strict=True)]
+        return Proposal(tokens, torch.cat([self._of_target(logits) for _, logits, _ in steps], dim=1), RowStats(*rows))
+
+    def observe(self, state: BatchState, verdict: Verdict) -> None:
+        """Every new token of a row is one more position to read; a round with drafts began by reading those before."""
+        width = verdict.tokens.shape[1]
+        self._behind = width if width > 1 else self._behind + 1
+
+    def graph_key(self) -> Hashable | None:
+        """What `propose` depends on beside the state: where buffers end, and how many columns catch up."""
+        return self.ragged.cache.capacity, self._behind
+
+    def _catch_up(self, state: BatchState) -> Tensor:
+        """Read the positions that got their hidden states since the last draft; the feature [B, 1, H] after the last."""
+        filled = self._filled[state.rows]
+        missing = (state.seq_lens - filled) * state.active
+        on_cpu = missing.device.type == "cpu"  # where looking is free
+        width = max(int(missing.max()) if on_cpu else self._behind, 1)
+        at = filled[:, None] + torch.arange(width, device=filled.device)
+        features = self._features(state, at)["hidden_states"]
+        hidden = self._call(state, state.gather(at + 1), filled, missing, 0, features)
+        self._filled[state.rows] = torch.where(state.active, state.seq_lens, filled)
+        last = (missing - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[-1])
+        return hidden.gather(1, last)
+
+    def _features(self, state: BatchState, at: Tensor) -> dict[str, Tensor]:
+        return {"hidden_states": self.model.fuse(self._hidden.gather(state.rows, at))}
+
+    def _call(
+        self, state: BatchState, tokens: Tensor, start: Tensor, valid: Tensor, extra: int, features: Tensor
+    ) -> Tensor:
+        length = state.max_text_length + extra
+        return self.ragged.call(
+            tokens, start, valid, state.rows, length, with_head=False, hidden_states=features.to(self.ragged.dtype)
+        )
+
+    def _draw(self, state: BatchState, logits: Tensor, step: int) -> tuple[Tensor, Tensor, RowStats]:
+        """Target ids [B, 1], the draft logits [B, 1, V_draft] and their stats."""
+        if state.coupled and not (self.greedy or state.all_greedy):  # the target's noise goes by its ids
+            draws = sample(
+                self._of_target(logits), **state.sampling, seed=state.seed, position=state.position + step,
+                stream=SAMPLE,
+            )  # fmt: skip
+            return draws.tokens, logits, draws.stats
+        sampling = state.sampling
+        if self.greedy:
+            sampling = {**sampling, "temperature": torch.zeros_like(state.temperature)}
+        draws = sample(
+            logits, **sampling, seed=state.seed, position=state.position + step, origin=state.position, stream=DRAFT
+        )
+        return self._target_ids[draws.tokens.clamp(min=0)], logits, draws.stats
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """[..., V_draft] to [..., V_target]; what is in the target's vocabulary alone gets -inf."""
+        if not hasattr(self.model, "d2t"):
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self._target.vocab_size), -torch.inf)
+        whole[..., self._target_ids] = logits
+        return whole
+
+
+def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
+    """The network in a folder, and the hidden states that it reads, if the folder says so.
+
+    Raises:
+        ValueError: for tensors that are missing, extra or of another shape than the config says.
+    """
+    config, tensors = files.config, dict(files.tensors)
+    tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    embeddings = tensors.pop("embed_tokens.weight", None)
+    eagle3 = "layers.0.hidden_norm.weight" in tensors or config.get("speculators_model_type") == "eagle3"
+    layer = dict(config.get("transformer_layer_config") or config)
+    kind = layer.pop("model_type", "llama")
+    if kind not in ("llama", "qwen3"):
+        raise ValueError(f"{files.folder} must hold a head with layers of llama or qwen3, got {kind!r}")
+    layer_config = AutoConfig.for_model(kind, **{**layer, "num_hidden_layers": layer.get("num_hidden_layers", 1)})
+    if eagle3 and "t2d" in tensors:
+        layer_config.vocab_size = tensors["t2d"].shape[0]
+    elif "target_vocab_size" in config:
+        layer_config.vocab_size = files.number("target_vocab_size")
+    feature_size = config.get("target_hidden_size") or layer_config.hidden_size
+    layers = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    own = eagle_config(
+        layer_config,
+        eagle=3 if eagle3 else 1,
+        feature_size=feature_size,
+        num_features=len(layers) if layers else 3,
+        draft_vocab_size=config.get("draft_vocab_size") or layer_config.vocab_size,
+        fc_bias="fc.bias" in tensors,
+        **{
+            name: bool(config.get(name))
+            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        },
+    )
+    model = EagleModel(own)
+    missing = fill(model, tensors, files.folder, optional=("lm_head.weight",))
+    model.head_is_targets = "lm_head.weight" in missing
+    if embeddings is not None:
+        expected = [own.vocab_size, own.hidden_size]
+        if list(embeddings.shape) != expected:
+            raise ValueError(f"{files.folder}: embed_tokens.weight must be {expected}, got {list(embeddings.shape)}")
+        model.own_embeddings = torch.nn.Embedding.from_pretrained(embeddings)
+    return model, tuple(layers) if layers else None

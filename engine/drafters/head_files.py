@@ -1,0 +1,89 @@
+"""Checkpoints of learned drafters: a folder with a config.json and weights, whose tensors must be the expected ones."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """What a folder holds."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]  # on the CPU
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A positive integer of the config."""
+        value = self.config.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{self.folder / 'config.json'} must hold a positive integer {name!r}, got {value!r}")
+        return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises:
+        ValueError: if it is no JSON object.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} must be a JSON object: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'config.json'} must be a JSON object, got {type(config).__name__}")
+    return config
+
+
+def read_head(folder: Path) -> HeadFiles:
+    """Config and all tensors of a folder: *.safetensors, or else *.bin and *.pt files of plain tensors.
+
+    Raises:
+        ValueError: if there are no weights, or a file is damaged.
+    """
+    files = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
+    if not files:
+        raise ValueError(f"drafter must be a folder with *.safetensors, *.bin or *.pt files, got {folder} without one")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
+            raise ValueError(f"drafter must be an intact checkpoint; reading {file} failed: {error}") from error
+        tensors |= {name: value for name, value in dict(found).items() if isinstance(value, Tensor)}
+    return HeadFiles(folder, read_config(folder), tensors)
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: Path, optional: Collection[str] = ()) -> list[str]:
+    """Give every parameter and buffer of a module its tensor, by name.
+
+    Args:
+        optional: names that may be missing; their values stay.
+
+    Returns:
+        Optional names that were missing.
+
+    Raises:
+        ValueError: that lists what is missing, what is extra and what has another shape.
+    """
+    wanted = module.state_dict()
+    missing = [name for name in wanted if name not in tensors]
+    wrong = [f"missing {name} {list(wanted[name].shape)}" for name in missing if name not in optional]
+    wrong += [f"extra {name} {list(value.shape)}" for name, value in tensors.items() if name not in wanted]
+    wrong += [
+        f"{name} must be {list(wanted[name].shape)}, got {list(value.shape)}"
+        for name, value in tensors.items()
+        if name in wanted and value.shape != wanted[name].shape
+    ]
+    if wrong:
+        raise ValueError(f"{source} must hold the tensors of a {type(module).__name__}: " + "; ".join(wrong))
+    module.load_state_dict(dict(tensors), strict=False)
+    return missing

@@ -1,0 +1,99 @@
+"""Drafting with a model of another vocabulary, in the tokens that both have.
+
+Token-level intersection (Timor et al., "Accelerating LLM inference with lossless speculative decoding algorithms for
+heterogeneous vocabularies", arXiv 2502.05202): the drafter's distribution, restricted to the shared tokens, is a distribution
+over the target's vocabulary like any other, so that every verification rule stays lossless.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..model import RaggedModel
+from ..state import BatchState, Proposal, Verdict
+from .model import DraftModel
+from .own_texts import OwnTexts, Translation
+from .vocabulary import SharedVocabulary
+
+
+class IntersectionDraftModel(DraftModel):
+    """A causal language model whose tokenizer has many tokens in common with the target's, at other ids.
+
+    It reads the text in its own tokens: the shared ones as they are, others encoded anew from their text (see `Translation`).
+    It draws from the shared tokens only, in the target's ids. Special tokens are shared where both have one of that name.
+
+    Each round, the host reads the text and keeps the drafter's tokens: rounds wait for the device, and are not captured in
+    CUDA graphs.
+
+    Args:
+        model: the draft model; on the target's device.
+        tokenizer: its tokenizer.
+        target_tokenizer: the target's tokenizer.
+        greedy: see `DraftModel`.
+
+    Raises:
+        ValueError: for a tokenizer that is None; by `attach`, for vocabularies that share nothing.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, target_tokenizer: Any, greedy: bool = False) -> None:
+        check_tokenizers(tokenizer, target_tokenizer)
+        super().__init__(model, tokenizer, greedy)
+        self.target_tokenizer = target_tokenizer
+        self._own: OwnTexts
+
+    def attach(self, target: RaggedModel) -> None:
+        """Compare the vocabularies, and make a cache for the target's slots."""
+        super().attach(target)
+        size, device = self.ragged.vocab_size, self.ragged.device
+        shared = SharedVocabulary(self.tokenizer, self.target_tokenizer, size, target.vocab_size)
+        if not shared.share:
+            raise ValueError(
+                "target_tokenizer must have tokens in common with the drafter's, got none: re-encode instead"
+            )
+        counterparts = shared.to_drafter(target.vocab_size)
+        self._target_ids, self._drafter_ids = shared.target_ids.to(device), shared.drafter_ids.to(device)
+        self._counterparts = counterparts.clamp(min=0).to(device)  # those that are asked for are there
+        self._width = int(shared.target_ids[-1]) + 1
+        known = counterparts.tolist()
+        self._own = OwnTexts(self.ragged, lambda: Translation(self.tokenizer, self.target_tokenizer, known, size))
+
+    def prefill(self, state: BatchState) -> None:
+        """Read the prompts of new rows, but for the last token of each."""
+        self.reserve(state.max_limit)
+        self._own.prefill(state)
+
+    def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
+        """Draw token after token, each row under its own temperature and filters."""
+        texts = self._own.follow(state)
+        logits = self._own.begin(state, texts)
+        steps = [self._draw(state, self._in_target_ids(logits), 0)]
+        for step in range(1, num_draft_tokens):
+            logits = self._own.step(self._counterparts[steps[-1][0].clamp(min=0)])
+            steps.append(self._draw(state, self._in_target_ids(logits), step))
+        proposal = self._proposal(state, steps)
+        # A text of nothing but special tokens that the drafter does not have is empty for it.
+        drafting = torch.tensor([bool(text and text.ids) for text in texts], device=logits.device)
+        return proposal._replace(tokens=proposal.tokens.where(drafting[:, None], -1))
+
+    def observe(self, state: BatchState, verdict: Verdict) -> None:
+        """Nothing to do: `propose` reads the text."""
+
+    def graph_key(self) -> Hashable | None:
+        """None: the host has work in each round."""
+        return None
+
+    def _in_target_ids(self, logits: Tensor) -> Tensor:
+        """[B, W, V_drafter] -> [B, W, V]; -inf for tokens that are not shared."""
+        wide = logits.new_full((*logits.shape[:-1], self._width), -torch.inf)
+        wide[..., self._target_ids] = logits[..., self._drafter_ids]
+        return wide
+
+
+def check_tokenizers(tokenizer: Any, target_tokenizer: Any) -> None:
+    """Raise a ValueError if one is missing."""
+    for name, value in (("tokenizer", tokenizer), ("target_tokenizer", target_tokenizer)):
+        if value is None:
+            raise ValueError(f"{name} must be a tokenizer, got None: texts are passed on between the two")

@@ -1,0 +1,225 @@
+"""Self-speculative decoding: the target drafts for itself with some of its layers left out.
+
+Early exit after the first layers (LayerSkip, Elhoushi et al., arXiv 2404.16710), which pays with models trained for it, or any
+set of layers (Draft & Verify, Zhang et al., arXiv 2309.08168), which `layer_search` looks for.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..backend import DRAFT, SAMPLE, RowStats, sample
+from ..config import check_int
+from ..errors import UnsupportedModelError
+from ..model import RaggedModel
+from ..state import BatchState, Proposal, Verdict
+from ..support import TESTED
+
+_BELOW_ONE = 1 - 2**-24  # the largest float32
+
+
+class LayerSkipDrafter:
+    """The target without some of its layers, over the target's own weights and K/V.
+
+    Below `seq_lens` the cache holds K/V of every layer, from the whole target; drafting adds that of the pending token and of
+    the drafts in the layers that it runs, and verification writes all of it anew. So there is nothing to prefill, nothing to
+    roll back, and no memory needed.
+
+    Args:
+        exit_layer: run the first so many layers, in [1, the target's layers].
+        layers: or these, ascending, counted from 0; exactly one of the two is given.
+        greedy: propose what is likeliest, without a distribution, instead of drawing from the draft's. Each draft then has a
+            confidence, its probability at temperature 1.
+
+    Raises:
+        ValueError: naming the argument, the value and the rule; where it depends on the target, from `attach`.
+    """
+
+    def __init__(
+        self, exit_layer: int | None = None, layers: Sequence[int] | None = None, greedy: bool = False
+    ) -> None:
+        if (exit_layer is None) == (layers is None):
+            raise ValueError(f"exactly one of exit_layer and layers must be given, got {exit_layer!r} and {layers!r}")
+        if not isinstance(greedy, bool):
+            raise ValueError(f"greedy must be True or False, got {greedy!r}")
+        if exit_layer is not None:
+            check_int("exit_layer", exit_layer, 1)
+            layers = range(exit_layer)
+        self.layers, self.greedy, self._exit_layer = _checked(layers), greedy, exit_layer
+        self._target: RaggedModel | None = None
+        self._decoder: DecoderLayers | None = None
+
+    def attach(self, target: RaggedModel) -> None:
+        """Find the target's layers.
+
+        Raises:
+            ValueError: if it has not so many.
+            UnsupportedModelError: if some of them cannot be left out.
+        """
+        decoder = DecoderLayers(target.model)
+        if self._exit_layer is not None:
+            check_int("exit_layer", self._exit_layer, 1, len(decoder))
+        if self.layers[-1] >= len(decoder):
+            raise ValueError(f"layers must be below {len(decoder)}, the target's number, got {list(self.layers)}")
+        if target.config.model_type not in TESTED:
+            decoder.probe(self.layers)
+        self._target, self._decoder = target, decoder
+
+    @property
+    def target(self) -> RaggedModel:
+        """The model that drafts for itself; `attach` comes first."""
+        assert self._target is not None
+        return self._target
+
+    def prefill(self, state: BatchState) -> None:
+        """The target has done it."""
+
+    def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
+        """Draw token after token, each row under its own temperature and filters; or the likeliest, if `greedy`."""
+        assert self._decoder is not None
+        tokens, steps = state.gather(state.seq_lens[:, None]), []
+        with self._decoder.only(self.layers):
+            for step in range(num_draft_tokens):
+                start = state.seq_lens + step
+                inside = (start + 1 < state.limits).long()
+                length = state.max_text_length + step
+                logits = self.target.call(tokens.clamp(min=0), start, inside, state.rows, length, keep_hidden=False)
+                steps.append(_likeliest(state, logits) if self.greedy else _drawn(state, logits, step))
+                tokens = steps[-1].tokens
+        return Proposal(*(_side_by_side(field) for field in zip(*steps, strict=True)))
+
+    def observe(self, state: BatchState, verdict: Verdict) -> None:
+        """Nothing is kept."""
+
+    def graph_key(self) -> Hashable | None:
+        """What `propose` depends on beside the state: where the target's K/V lies."""
+        return self.target.cache.capacity
+
+
+class DecoderLayers:
+    """The decoder layers of a model, of which some can be left out for a while.
+
+    The model's own forward runs: it is given a shorter list. Each layer knows its place in the cache by itself; what a model
+    looks up by a layer's place in the list is in the config, which is shortened likewise.
+
+    Args:
+        model: any decoder that keeps its layers in one `nn.ModuleList`.
+
+    Raises:
+        UnsupportedModelError: if there is no such list.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._text_config = model, model.config.get_text_config()
+        self._parent, self._name = _find(model, self._text_config)
+        self.layers: nn.ModuleList = getattr(self._parent, self._name)
+        self._config = getattr(self._parent, "config", self._text_config)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @contextmanager
+    def only(self, layers: Sequence[int]) -> Iterator[None]:
+        """While this is entered, the model has these layers alone."""
+        config = self._config
+        changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
+        if (types := getattr(config, "layer_types", None)) is not None:
+            changes["layer_types"] = [types[layer] for layer in layers]
+        own = {name: getattr(config, name) for name in changes}
+        try:
+            setattr(self._parent, self._name, nn.ModuleList([self.layers[layer] for layer in layers]))
+            for name, value in changes.items():
+                setattr(config, name, value)
+            yield
+        finally:
+            setattr(self._parent, self._name, self.layers)
+            for name, value in own.items():
+                setattr(config, name, value)
+
+    @torch.inference_mode()
+    def probe(self, layers: Sequence[int]) -> None:
+        """Hold a plain call with these layers against one in which the others run and hand on what they were given.
+
+        Raises:
+            UnsupportedModelError: if they differ by more than rounding.
+        """
+        kind = self._text_config.model_type
+        tokens = torch.arange(6, device=self._model.device)[None] % self._text_config.vocab_size
+        with ExitStack() as hooks:
+            for layer in set(range(len(self))) - set(layers):
+                hooks.enter_context(self.layers[layer].register_forward_hook(_hand_on, with_kwargs=True))
+            expected = self._model(input_ids=tokens, use_cache=False).logits.float()
+        try:
+            with self.only(layers):
+                logits = self._model(input_ids=tokens, use_cache=False).logits.float()
+        except Exception as error:
+            raise UnsupportedModelError(f"layers of type {kind!r} cannot be left out: {error}") from error
+        difference, scale = (logits - expected).abs().max(), expected.std()
+        if not difference <= 0.1 * scale:
+            raise UnsupportedModelError(
+                f"layers of type {kind!r} cannot be left out: those behind depend on more than the hidden states "
+                f"(difference {difference:.2g} at a standard deviation of {scale:.2g})"
+            )
+
+
+def _find(model: PreTrainedModel, config: Any) -> tuple[nn.Module, str]:
+    """The module that holds the list of decoder layers, and the list's name there."""
+    for parent in model.base_model.modules():  # outer ones first
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
+                places = [{getattr(part, "layer_idx", None) for part in layer.modules()} - {None} for layer in child]
+                if places == [{layer} for layer in range(len(child))]:
+                    return parent, name
+    raise UnsupportedModelError(
+        f"target of type {config.model_type!r} has no list of {config.num_hidden_layers} decoder layers that know their "
+        f"place in the cache (layer_idx): none can be left out"
+    )
+
+
+def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """A forward hook: the hidden states that a layer was given, in place of those that it returns."""
+    given = args[0] if args else kwargs["hidden_states"]
+    return (given, *output[1:]) if isinstance(output, tuple) else given
+
+
+def _checked(given: Any) -> tuple[int, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(f"layers must be ints, got {given!r}")
+    layers: tuple[int, ...] = tuple(given)
+    for layer in layers:
+        check_int("layers", layer, 0)
+    if not layers or list(layers) != sorted(set(layers)):
+        raise ValueError(f"layers must be ascending, each once, and at least one, got {list(layers)}")
+    return layers
+
+
+def _drawn(state: BatchState, logits: Tensor, step: int) -> Proposal:
+    """The draft of a step, from rows [B, 1, V]."""
+    origin, stream = (None, SAMPLE) if state.coupled else (state.position, DRAFT)
+    position = state.position + step
+    draws = sample(logits, **state.sampling, seed=state.seed, position=position, origin=origin, stream=stream)
+    if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
+        return Proposal(draws.tokens)
+    return Proposal(draws.tokens, logits, draws.stats)
+
+
+def _likeliest(state: BatchState, logits: Tensor) -> Proposal:
+    """The argmax of rows [B, 1, V], and its probability at temperature 1."""
+    cold = torch.zeros_like(state.temperature)
+    draws = sample(logits, cold, seed=state.seed, position=state.position)  # nothing is drawn at random
+    largest = logits.gather(-1, draws.tokens.clamp(min=0)[..., None])[..., 0]
+    confidence = (largest - draws.stats.lse).exp().float().nan_to_num(0.0)
+    return Proposal(draws.tokens, confidence=confidence.clamp(max=_BELOW_ONE))
+
+
+def _side_by_side(fields: tuple[Any, ...]) -> Any:
+    """One tensor of those of all steps, [B, 1, ...], or one record; None where there is none."""
+    if fields[0] is None:
+        return None
+    if isinstance(fields[0], Tensor):
+        return torch.cat(fields, dim=1)
+    return RowStats(*(torch.cat(field, dim=1) for field in zip(*fields, strict=True)))

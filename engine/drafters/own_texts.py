@@ -1,0 +1,198 @@
+"""The rows of a draft model that reads the text in tokens of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..model import RaggedModel
+from ..state import BatchState
+from .vocabulary import decode_after, encode, encode_after, first_tokens, last_text, special_ids
+
+_WIDEST = 16  # more missing tokens than this are read without the head, before a round's first call
+
+
+class Translation:
+    """A text in the target's tokens, and in the drafter's.
+
+    Tokens with a counterpart are replaced by it. A run of others is decoded, and its text encoded by the drafter's tokenizer
+    as it goes on from the text before. Special tokens without a counterpart are left out. All of it depends on the text
+    alone, not on the pieces in which it came.
+
+    Args:
+        tokenizer, target_tokenizer: `transformers` tokenizers.
+        counterparts: the drafter's id of each target token, -1 where it has none.
+        vocab_size: of the drafter.
+
+    Attributes:
+        ids: the text in the drafter's tokens, beginning with its bos token if it uses one.
+        target_ids: the target's tokens since the last special one.
+        num_read: target tokens so far.
+    """
+
+    def __init__(self, tokenizer: Any, target_tokenizer: Any, counterparts: Sequence[int], vocab_size: int) -> None:
+        self._tokenizer, self._target_tokenizer = tokenizer, target_tokenizer
+        self._counterparts, self._vocab_size = counterparts, vocab_size
+        self._special = special_ids(target_tokenizer)
+        self._closed = first_tokens(tokenizer)  # translated for good
+        self._run = 0  # of the last target ids, those without counterpart
+        self.ids: list[int] = list(self._closed)
+        self.target_ids: list[int] = []
+        self.num_read = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The target's text goes on with these tokens."""
+        for token in tokens:
+            counterpart = self._counterparts[token]
+            if counterpart >= 0:
+                self._closed += self._translated_run()
+                self._run = 0
+                if self.num_read or self._closed[:1] != [counterpart]:  # else a bos that is there already
+                    self._closed.append(counterpart)
+            if token in self._special:
+                self._closed += self._translated_run()
+                self._run, self.target_ids = 0, []
+            else:
+                self._run += counterpart < 0
+                self.target_ids.append(token)
+            self.num_read += 1
+        self.ids = self._closed + self._translated_run()
+
+    @property
+    def last_text(self) -> str | None:
+        """Some text before the next token; None in the middle of a character."""
+        return last_text(self._target_tokenizer, self.target_ids)
+
+    def _translated_run(self) -> list[int]:
+        if not self._run:
+            return []
+        context, run = self.target_ids[: -self._run], self.target_ids[-self._run :]
+        text = decode_after(self._target_tokenizer, context, run)
+        ids = encode_after(self._tokenizer, last_text(self._target_tokenizer, context) or "", text)
+        if ids is None:  # the drafter would not have a token begin here
+            ids = encode(self._tokenizer, text)
+        return [token for token in ids if token < self._vocab_size]
+
+
+class OwnTexts:
+    """A draft model's cache over rows of its own tokens, whose lengths are not the target's.
+
+    The host keeps the translation of each row's text and the tokens whose K/V the cache holds; what a text has in common
+    with these is not read again. Reading the state waits for the device.
+
+    Args:
+        ragged: the draft model.
+        begin_text: makes the translation of an empty text.
+    """
+
+    def __init__(self, ragged: RaggedModel, begin_text: Callable[[], Translation]) -> None:
+        self._ragged, self._begin_text = ragged, begin_text
+        self._texts: dict[int, Translation] = {}  # by slot
+        self._cached: dict[int, list[int]] = {}
+        # The round under way: its slots (None: not drafting), lengths of the texts, and tokens fed after them.
+        self._slots: list[int | None] = []
+        self._rows: slice | Tensor = slice(0, 0)
+        self._lengths = self._drafting = torch.empty(0)
+        self._longest = 0
+        self._fed: list[Tensor] = []
+
+    def prefill(self, state: BatchState) -> None:
+        """New rows: read their prompts, but for the last token of each."""
+        prompts = []
+        for row, (slot, length) in enumerate(zip(_slots(state), state.prompt_lengths, strict=True)):
+            self._texts[slot] = self._begin_text()
+            self._texts[slot].extend(state.tokens[row, :length].tolist())
+            prompts.append(self._texts[slot].ids)
+        self._settle()
+        self._read(_slots(state), prompts, state.rows)
+
+    def follow(self, state: BatchState) -> list[Translation | None]:
+        """The text of each row by now; None for rows that are not active."""
+        active, lengths = state.active.tolist(), (state.seq_lens + 1).tolist()
+        texts: list[Translation | None] = []
+        for row, slot in enumerate(_slots(state)):
+            text = self._texts[slot] if active[row] else None
+            if text is not None and text.num_read < lengths[row]:
+                text.extend(state.tokens[row, text.num_read : lengths[row]].tolist())
+            texts.append(text)
+        return texts
+
+    def begin(self, state: BatchState, texts: Sequence[Translation | None]) -> Tensor:
+        """Logits [B, 1, V] after each row's text; without meaning for rows that have none."""
+        self._settle()
+        slots, ids = _slots(state), [text.ids if text is not None else [] for text in texts]
+        self._read(slots, ids, state.rows, at_most=_WIDEST)
+        starts = [min(self._num_cached(slot, row), max(len(row) - 1, 0)) for slot, row in zip(slots, ids, strict=True)]
+        missing = [row[start:] for row, start in zip(ids, starts, strict=True)]
+        tokens, fed = self._padded(missing), self._tensor([len(row) for row in missing])
+        self._rows, self._lengths, self._fed = state.rows, self._tensor([len(row) for row in ids]), []
+        self._slots = [slot if row else None for slot, row in zip(slots, ids, strict=True)]
+        self._drafting, self._longest = (self._lengths > 0).long(), max(map(len, ids))
+        for slot, row in zip(slots, ids, strict=True):
+            if row:
+                self._cached[slot] = list(row)
+        logits = self._ragged.decode(tokens, self._tensor(starts), fed, state.rows, max(self._longest, 1))
+        return logits.gather(1, (fed - 1).clamp(min=0)[:, None, None].expand(-1, -1, logits.shape[-1]))
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [B, 1, V] after one more token of each row, [B, 1] int64."""
+        start = self._lengths + len(self._fed)
+        self._fed.append(tokens)
+        length = self._longest + len(self._fed)
+        self._reserve(length)
+        return self._ragged.decode(tokens, start, self._drafting, self._rows, length)
+
+    def _settle(self) -> None:
+        """Take down what the last round has fed."""
+        if self._fed:
+            for slot, row in zip(self._slots, torch.cat(self._fed, dim=1).tolist(), strict=True):
+                if slot is not None:
+                    self._cached[slot] += row
+        self._fed = []
+
+    def _read(
+        self, slots: Sequence[int], texts: Sequence[list[int]], rows: slice | Tensor, at_most: int | None = None
+    ) -> None:
+        """Write the K/V that is missing of these texts, but for their last tokens; not if `at_most` are missing."""
+        self._reserve(max(map(len, texts)))
+        ends = [max(len(text) - 1, 0) for text in texts]
+        spans = [
+            (min(self._num_cached(slot, text), end), end) for slot, text, end in zip(slots, texts, ends, strict=True)
+        ]
+        if max(end - begin for begin, end in spans) <= (at_most or 0):
+            return
+        self._ragged.prefill(self._padded(texts), spans, rows)
+        for slot, text in zip(slots, texts, strict=True):
+            if text:
+                self._cached[slot] = text[:-1]
+
+    def _num_cached(self, slot: int, text: list[int]) -> int:
+        return common_prefix(self._cached.get(slot, []), text)
+
+    def _reserve(self, length: int) -> None:
+        if length > self._ragged.cache.capacity:
+            self._ragged.cache.reserve(length + length // 4)  # growing copies, so not each time
+
+    def _padded(self, rows: Sequence[list[int]]) -> Tensor:
+        width = max(1, *map(len, rows))
+        return self._tensor([row + [0] * (width - len(row)) for row in rows])
+
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._ragged.device)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many first elements are the same."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _slots(state: BatchState) -> list[int]:
+    return list(range(state.rows.start, state.rows.stop)) if isinstance(state.rows, slice) else state.rows.tolist()

@@ -1,0 +1,111 @@
+"""Which learned drafter a folder or a hub repository holds, if it holds one and no draft model."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers.utils.hub import cached_file
+
+from .base import Drafter
+from .eagle import EagleDrafter
+from .head_files import HeadFiles, read_config, read_head
+from .medusa import MedusaDrafter
+from .mlp import MlpSpeculatorDrafter
+
+SPECULATORS = ("eagle3",)  # values of speculators_model_type
+_FEW_LAYERS = 1  # of an EAGLE head whose config is that of a decoder
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+def recognise(location: str | Path) -> Drafter | None:
+    """The learned drafter in a folder or a hub repository; None if it is none of those known here (a draft model, then).
+
+    The config decides; for the first EAGLE heads, which have that of a decoder with one layer, the names of the tensors.
+    Of a hub repository whose config is not a drafter's, nothing but the config is fetched.
+
+    Raises:
+        ValueError: for a `speculators_model_type` that is not supported; for a damaged checkpoint.
+        OSError: for a hub id that cannot be had.
+    """
+    folder = Path(location).expanduser()
+    if folder.is_dir():
+        if not str(location) or not (folder / "config.json").is_file():
+            return None
+        return _from_folder(folder, read_config(folder))
+    if folder.exists() or not _may_be_hub_id(str(location)):
+        return None
+    config = read_config(Path(str(cached_file(str(location), "config.json"))).parent)
+    if _kind(config) is None and not _may_be_eagle(config):
+        return None
+    return _from_folder(_fetch(str(location)), config)
+
+
+def _from_folder(folder: Path, config: dict[str, Any]) -> Drafter | None:
+    kind = _kind(config, () if _kind(config) else _names(folder, config))
+    return None if kind is None else kind.from_files(read_head(folder))
+
+
+def _kind(config: dict[str, Any], names: Collection[str] = ()) -> Any:
+    """The class of the drafter with this config, and tensors of these names."""
+    speculator = config.get("speculators_model_type")
+    if speculator is not None and speculator not in SPECULATORS:
+        raise ValueError(f"drafter must have a speculators_model_type of {list(SPECULATORS)}, got {speculator!r}")
+    files = HeadFiles(Path(), config, dict.fromkeys(names, torch.empty(0)))
+    for kind in (MedusaDrafter, MlpSpeculatorDrafter):
+        if speculator is None and kind.matches(files):
+            return kind
+    architectures = config.get("architectures") or []
+    architectures = [architectures] if isinstance(architectures, str) else architectures
+    if (
+        speculator is not None
+        or "draft_vocab_size" in config
+        or "eagle_config" in config
+        or any("eagle" in str(name).lower() for name in architectures)
+        or (_may_be_eagle(config) and "fc.weight" in names)
+    ):
+        return EagleDrafter
+    return None
+
+
+def _may_be_eagle(config: dict[str, Any]) -> bool:
+    return config.get("model_type", "llama") in ("llama", "qwen3") and config.get("num_hidden_layers") == _FEW_LAYERS
+
+
+def _names(folder: Path, config: dict[str, Any]) -> list[str]:
+    """Of the tensors, where they can tell more than the config does; the tensors themselves are not read."""
+    if "model_type" in config and not _may_be_eagle(config):
+        return []
+    names: list[str] = []
+    for pattern in _WEIGHTS:
+        for file in sorted(folder.glob(pattern)):
+            try:
+                names += _names_in(file)
+            except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
+                raise ValueError(f"drafter must be an intact checkpoint; reading {file} failed: {error}") from error
+        if names:
+            break
+    return names
+
+
+def _names_in(file: Path) -> list[str]:
+    if file.suffix == ".safetensors":
+        with safe_open(file, "pt") as opened:
+            return list(opened.keys())
+    return list(torch.load(file, "meta", weights_only=True))
+
+
+def _may_be_hub_id(location: str) -> bool:
+    """ "name" or "owner/name"; anything else was meant as a path."""
+    is_path = Path(location).is_absolute() or location.startswith(("./", "../", "~")) or location.count("/") > 1
+    return bool(location) and not is_path and not location.lower().endswith(".gguf")
+
+
+def _fetch(repository: str) -> Path:
+    """The repository's config and weights: *.safetensors, or what there is instead."""
+    folder = Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors"]))
+    if not any(folder.glob("*.safetensors")):
+        folder = Path(snapshot_download(repository, allow_patterns=["*.json", *_WEIGHTS]))
+    return folder

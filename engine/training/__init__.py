@@ -1,0 +1,1 @@
+"""Training of drafters: the target answers prompts, its hidden states are kept, a head learns from them."""

@@ -1,0 +1,58 @@
+"""Texts in batches: padded, in an order that depends on the seed and the epoch alone."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from .hidden import Text, read_texts
+
+_FILES_AT_A_TIME = 4  # mixed with each other; so many are in memory
+
+
+class Batch(NamedTuple):
+    """Texts side by side, padded at the end."""
+
+    tokens: Tensor  # [B, T] int64
+    hidden: Tensor  # [B, T, F]
+    lengths: Tensor  # [B] int64
+    prompt_lengths: Tensor  # [B] int64
+
+
+def batches(files: Sequence[Path], tokens_per_batch: int, seed: int, epoch: int) -> Iterator[Batch]:
+    """All texts once; those of a batch have prompts of like length."""
+    rng = random.Random(f"{seed}/{epoch}")
+    order = list(files)
+    rng.shuffle(order)
+    for begin in range(0, len(order), _FILES_AT_A_TIME):
+        texts = [text for file in order[begin : begin + _FILES_AT_A_TIME] for text in read_texts(file)]
+        groups = list(_groups(sorted(texts, key=lambda text: (text.prompt_length, len(text.tokens))), tokens_per_batch))
+        rng.shuffle(groups)
+        yield from (collate(group) for group in groups)
+
+
+def collate(texts: Sequence[Text]) -> Batch:
+    """Pad texts to the longest of them."""
+    return Batch(
+        pad_sequence([text.tokens for text in texts], batch_first=True),
+        pad_sequence([text.hidden for text in texts], batch_first=True),
+        torch.tensor([len(text.tokens) for text in texts]),
+        torch.tensor([text.prompt_length for text in texts]),
+    )
+
+
+def _groups(texts: Sequence[Text], tokens_per_batch: int) -> Iterator[list[Text]]:
+    """Neighbours, as many as stay within so many tokens with padding."""
+    group: list[Text] = []
+    for text in texts:
+        longest = max(len(text.tokens), *(len(other.tokens) for other in group), 0)
+        if group and longest * (len(group) + 1) > tokens_per_batch:
+            yield group
+            group = []
+        group.append(text)
+    if group:
+        yield group

@@ -1,0 +1,74 @@
+"""An EAGLE-3 head as a checkpoint in the speculators format, which other servers read too."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from .eagle3 import Eagle3Training
+
+_KEPT = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "attention_bias", "mlp_bias",
+)  # fmt: skip
+
+
+def save_eagle3(training: Eagle3Training, folder: Path, target: str, architecture: str) -> None:
+    """Write config.json and model.safetensors, each under another name first.
+
+    With a frozen head, `lm_head.weight` is left out: it is the target's rows of the ids in `d2t`, where `EagleDrafter` takes
+    it from. Other servers want it in the file.
+
+    Args:
+        target: what it is a drafter for.
+        architecture: the target's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, write in (
+        ("model.safetensors", lambda file: save_file(training.tensors(), file, metadata={"format": "pt"})),
+        (
+            "config.json",
+            lambda file: file.write_text(json.dumps(config(training, target, architecture), indent=2) + "\n"),
+        ),
+    ):
+        partial = folder / f"{name}.partial"
+        try:
+            write(partial)
+            os.replace(partial, folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def config(training: Eagle3Training, target: str, architecture: str) -> dict[str, Any]:
+    """What config.json holds."""
+    own = training.head.config
+    layer = {name: getattr(own, name) for name in _KEPT if hasattr(own, name)}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": own.draft_vocab_size,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "target_hidden_size": own.feature_size,
+        "eagle_aux_hidden_state_layer_ids": list(training.layers),
+        "transformer_layer_config": {"model_type": own.model_type, **layer},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": training.num_steps,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": target, "architectures": [architecture]},
+        },
+        "tie_word_embeddings": False,
+    }

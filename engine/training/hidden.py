@@ -1,0 +1,113 @@
+"""The target reads prompts and answers; its hidden states go to safetensors files, the material of training.
+
+A file holds some texts, one behind the other. For token t of the file: `tokens[t]` int64 and `hidden[t]`, the hidden states
+[len(layers) * H] asked for, of the target's dtype, the last of them what the target's head reads. Text i is
+[offsets[i], offsets[i + 1]), and its answer begins after `prompt_lengths[i]` tokens.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from .answers import Answer
+
+TEXTS_PER_FILE = 256
+_TOKENS_PER_CALL = 4096
+
+
+class Text(NamedTuple):
+    """One prompt with its answer."""
+
+    tokens: Tensor  # [T] int64
+    hidden: Tensor  # [T, F]
+    prompt_length: int
+
+
+def keep_hidden_states(
+    model: PreTrainedModel, answers: Sequence[Answer], layers: Sequence[int], folder: Path, max_length: int
+) -> list[Path]:
+    """Write the files that are not there yet, and return all of them.
+
+    Args:
+        layers: in the counting of `HiddenStates`, the last one that of the head's input.
+        max_length: texts are cut to so many tokens.
+
+    Raises:
+        OSError: before any work, if the disk has no room for them.
+    """
+    groups = [answers[begin : begin + TEXTS_PER_FILE] for begin in range(0, len(answers), TEXTS_PER_FILE)]
+    files = [folder / f"hidden-{index:05}.safetensors" for index in range(len(groups))]
+    todo = [(file, group) for file, group in zip(files, groups, strict=True) if not file.exists()]
+    tokens = [min(len(a.prompt_token_ids) + len(a.token_ids), max_length) for _, group in todo for a in group]
+    width = len(layers) * model.config.get_text_config().hidden_size * model.dtype.itemsize
+    needed, free = sum(tokens) * (width + 8), shutil.disk_usage(folder).free
+    if needed > 0.95 * free:
+        raise OSError(
+            f"the hidden states of {sum(tokens)} tokens need {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB "
+            f"are free: give fewer prompts or another --out"
+        )
+    with tqdm(total=sum(tokens), unit="token", unit_scale=True, desc="hidden states") as bar:
+        for file, group in todo:
+            _write(file, list(_read(model, group, layers, max_length, bar)))
+    return files
+
+
+def _read(
+    model: PreTrainedModel, group: Sequence[Answer], layers: Sequence[int], max_length: int, bar: tqdm
+) -> Iterator[Text]:
+    """The texts of a file, the shortest first: calls are then wide, with little padding."""
+    texts = sorted(((a.prompt_token_ids + a.token_ids)[:max_length], len(a.prompt_token_ids)) for a in group)
+    texts.sort(key=lambda text: len(text[0]))
+    while texts:
+        count = max(1, sum(len(texts[-1][0]) * (i + 1) <= _TOKENS_PER_CALL for i in range(len(texts))))
+        batch, texts = texts[-count:], texts[:-count]
+        lengths = torch.tensor([len(tokens) for tokens, _ in batch])
+        padded = torch.tensor([tokens + [0] * (int(lengths.max()) - len(tokens)) for tokens, _ in batch])
+        mask = torch.arange(padded.shape[1]) < lengths[:, None]
+        with torch.inference_mode():
+            states = model.base_model(
+                input_ids=padded.to(model.device), attention_mask=mask.to(model.device), output_hidden_states=True
+            ).hidden_states
+            hidden = torch.cat([states[layer] for layer in layers], dim=-1).cpu()
+        for row, (tokens, prompt_length) in enumerate(batch):
+            yield Text(torch.tensor(tokens), hidden[row, : len(tokens)], min(prompt_length, len(tokens)))
+            bar.update(len(tokens))
+
+
+def _write(file: Path, texts: Sequence[Text]) -> None:
+    """Under another name first: a file that is there is whole."""
+    lengths = torch.tensor([0, *(len(text.tokens) for text in texts)])
+    partial = file.with_suffix(".partial")
+    try:
+        save_file(
+            {
+                "tokens": torch.cat([text.tokens for text in texts]),
+                "hidden": torch.cat([text.hidden for text in texts]),
+                "offsets": lengths.cumsum(0),
+                "prompt_lengths": torch.tensor([text.prompt_length for text in texts]),
+            },
+            partial,
+        )
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_texts(file: Path) -> list[Text]:
+    """All texts of a file."""
+    with safe_open(file, "pt") as found:
+        tokens, hidden = found.get_tensor("tokens"), found.get_tensor("hidden")
+        offsets, prompts = found.get_tensor("offsets").tolist(), found.get_tensor("prompt_lengths").tolist()
+    return [
+        Text(tokens[begin:end], hidden[begin:end], prompt)
+        for begin, end, prompt in zip(offsets, offsets[1:], prompts, strict=False)
+    ]

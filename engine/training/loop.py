@@ -1,0 +1,197 @@
+"""The training loop: AdamW over batches of texts, with checkpoints from which a run that was killed goes on.
+
+What a step does depends on the seed, the epoch and the batch's place in it alone, so an interrupted run ends where an
+uninterrupted one does.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .batches import Batch, batches
+
+WARMUP = 0.03  # share of the run in which the learning rate rises
+FINAL_RATE = 0.05  # of the highest learning rate, at the end
+CLIP = 1.0  # largest norm of a gradient
+
+
+class Objective(Protocol):
+    """What is trained: an `nn.Module` that maps a batch to a loss and to its drafts' outcomes.
+
+    Outcomes are one [2] tensor for each position of a draft: chains in which all drafts before it were right, and those of
+    them in which it was right too.
+    """
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, list[Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast to train.
+
+    Attributes:
+        epochs: times that every text is seen.
+        learning_rate: the highest.
+        tokens_per_batch: padding included.
+        seconds_between_checkpoints: least.
+    """
+
+    epochs: int = 4
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    tokens_per_batch: int = 4096
+    seed: int = 0
+    seconds_between_checkpoints: float = 60.0
+
+
+def train(
+    module: nn.Module, files: Sequence[Path], validation: Sequence[Path], folder: Path, schedule: Schedule
+) -> list[dict[str, Any]]:
+    """Train to the end, going on from `folder`'s checkpoint if there is one.
+
+    Args:
+        module: an `Objective`; its parameters that require gradients are trained.
+        files, validation: of hidden states.
+        folder: gets checkpoint.pt, and log.jsonl with a line for each step and each epoch.
+
+    Returns:
+        The lines of the log.
+    """
+    run = _Run(module, folder, schedule, total_tokens=schedule.epochs * sum(_tokens_in(file) for file in files))
+    run.resume()
+    with tqdm(total=run.total_tokens, initial=run.tokens, unit="token", unit_scale=True, desc="training") as bar:
+        while run.epoch < schedule.epochs:
+            found = batches(files, schedule.tokens_per_batch, schedule.seed, run.epoch)
+            for index, batch in enumerate(found):
+                if index < run.batch:  # done before the interruption
+                    continue
+                tokens = int(batch.lengths.sum())
+                record = run.step(batch, tokens)
+                bar.update(tokens)
+                bar.set_postfix_str(f"loss {record['loss']:.3f}")
+                run.checkpoint(final=False)
+            run.end_epoch(evaluate(module, batches(validation, schedule.tokens_per_batch, 0, 0)))
+    return run.log
+
+
+def evaluate(module: nn.Module, found: Iterator[Batch]) -> dict[str, Any]:
+    """Loss, and acceptance per position of greedy drafts against the target's greedy choice."""
+    module.eval()
+    losses, sums = [], None
+    with torch.no_grad():
+        for batch in found:
+            with _autocast(batch.hidden.device):
+                loss, outcomes = module(batch)
+            losses.append(loss.item())
+            stacked = torch.stack(outcomes) if outcomes else None
+            if stacked is not None and (sums is None or sums.shape == stacked.shape):
+                sums = stacked if sums is None else sums + stacked
+    module.train()
+    return {"loss": sum(losses) / max(len(losses), 1), "acceptance": acceptance(sums)}
+
+
+def acceptance(outcomes: Tensor | list[Tensor] | None) -> list[float]:
+    """Of drafts whose predecessors stood, the share that stands: by position."""
+    if outcomes is None or not len(outcomes):
+        return []
+    table = torch.stack(outcomes) if isinstance(outcomes, list) else outcomes
+    return [round(right / max(seen, 1), 4) for seen, right in table.tolist()]
+
+
+class _Run:
+    """A run's state: what its checkpoint holds."""
+
+    def __init__(self, module: nn.Module, folder: Path, schedule: Schedule, total_tokens: int) -> None:
+        self.module, self.folder, self.schedule, self.total_tokens = module, folder, schedule, total_tokens
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=schedule.weight_decay
+        )
+        self.epoch = self.batch = self.tokens = 0
+        self.log: list[dict[str, Any]] = []
+        self._saved = _now()
+
+    def step(self, batch: Batch, tokens: int) -> dict[str, Any]:
+        """One update."""
+        rate = self.schedule.learning_rate * learning_rate(self.tokens / self.total_tokens)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with _autocast(batch.hidden.device):
+            loss, outcomes = self.module(batch)
+        self.optimizer.zero_grad()
+        if loss.requires_grad:
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.parameters, CLIP)
+            self.optimizer.step()
+        self.batch += 1
+        self.tokens += tokens
+        record = dict(epoch=self.epoch, batch=self.batch, tokens=self.tokens, rate=rate, loss=loss.item())
+        self.log.append(record | dict(acceptance=acceptance(outcomes)))
+        return self.log[-1]
+
+    def end_epoch(self, found: dict[str, Any]) -> None:
+        """Note the validation, and begin the next epoch."""
+        self.log.append(dict(epoch=self.epoch, tokens=self.tokens, validation=found))
+        tqdm.write(f"epoch {self.epoch + 1}: validation loss {found['loss']:.3f}, acceptance {found['acceptance']}")
+        self.epoch, self.batch = self.epoch + 1, 0
+        self.checkpoint(final=True)
+
+    def checkpoint(self, final: bool) -> None:
+        """Write checkpoint and log, if it is time to."""
+        if not final and _now() - self._saved < self.schedule.seconds_between_checkpoints:
+            return
+        state = dict(
+            module=[parameter.data for parameter in self.parameters],
+            optimizer=self.optimizer.state_dict(),
+            place=(self.epoch, self.batch, self.tokens),
+            log=self.log,
+        )
+        partial = self.folder / "checkpoint.partial"
+        torch.save(state, partial)
+        os.replace(partial, self.folder / "checkpoint.pt")
+        lines = "".join(json.dumps(record) + "\n" for record in self.log)
+        (self.folder / "log.jsonl").write_text(lines, encoding="utf-8")
+        self._saved = _now()
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one."""
+        file = self.folder / "checkpoint.pt"
+        if not file.exists():
+            return
+        state = torch.load(file, weights_only=True)
+        for parameter, value in zip(self.parameters, state["module"], strict=True):
+            parameter.data.copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.batch, self.tokens = state["place"]
+        self.log = state["log"]
+
+
+def learning_rate(progress: float) -> float:
+    """Share of the highest rate after this share of the run: a linear rise, then half a cosine."""
+    if progress < WARMUP:
+        return (progress + 0.001) / (WARMUP + 0.001)
+    along = (progress - WARMUP) / (1 - WARMUP)
+    return FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * along)) / 2
+
+
+def _tokens_in(file: Path) -> int:
+    with safe_open(file, "pt") as found:
+        return int(found.get_tensor("offsets")[-1])
+
+
+def _autocast(device: torch.device) -> Any:
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def _now() -> float:
+    return time.monotonic()

@@ -1,0 +1,159 @@
+"""Small checkpoints of learned drafters, name by name and shape by shape, and drafts that are computed without a cache."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from test_sampling_law import g_test
+from tiny_models import VOCAB, greedy, random_prompts, tiny
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import engine
+
+HIDDEN = 32
+LAW_VOCAB = 6
+LAW_PROMPT = [3, 5, 1, 3, 4]
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Float32 tensors, spread wide enough for sharp distributions."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.35 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], file_name: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file_name.endswith(".safetensors"):
+        save_file(tensors, folder / file_name)
+    else:
+        torch.save(tensors, folder / file_name)
+    return folder
+
+
+def medusa_shapes(num_heads: int = 3, num_blocks: int = 1, vocab: int = VOCAB) -> dict[str, tuple[int, ...]]:
+    """The Medusa repository's layout."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(num_heads):
+        for block in range(num_blocks):
+            shapes[f"{head}.{block}.linear.weight"] = (HIDDEN, HIDDEN)
+            shapes[f"{head}.{block}.linear.bias"] = (HIDDEN,)
+        shapes[f"{head}.{num_blocks}.weight"] = (vocab, HIDDEN)
+    return shapes
+
+
+def mlp_shapes(num_steps: int = 3, inner: int = 24, tied: bool = False) -> dict[str, tuple[int, ...]]:
+    """The layout of MLPSpeculatorPreTrainedModel."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for step in range(num_steps):
+        if step < 2 or not tied:
+            shapes[f"speculator.proj.{step}.weight"] = (inner, inner if step else HIDDEN)
+        if step < 1 or not tied:
+            shapes[f"speculator.emb.{step}.weight"] = (VOCAB, inner)
+            shapes[f"speculator.head.{step}.weight"] = (VOCAB, inner)
+            shapes[f"speculator.ln.{step}.weight"] = shapes[f"speculator.ln.{step}.bias"] = (inner,)
+    return shapes
+
+
+def mlp_config(num_steps: int = 3, inner: int = 24, **more: Any) -> dict[str, Any]:
+    return dict(
+        model_type="mlp_speculator", architectures=["MLPSpeculatorPreTrainedModel"], emb_dim=HIDDEN, inner_dim=inner,
+        n_predict=num_steps, vocab_size=VOCAB, top_k_tokens_per_head=[5, 4, 3][:num_steps], n_candidates=5,
+    ) | more  # fmt: skip
+
+
+def last_hidden(target: PreTrainedModel, text: list[int]) -> torch.Tensor:
+    """[H], what the head reads at the position before the text's last."""
+    with torch.no_grad():
+        return target.base_model(input_ids=torch.tensor([text[:-1]])).last_hidden_state[0, -1]
+
+
+def greedy_texts(target: PreTrainedModel, prompts: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Greedy continuations: token ids [n], and at each position what the head reads [n, H]."""
+    texts = [torch.tensor([prompt + greedy(target, prompt, 20)]) for prompt in prompts]
+    with torch.no_grad():
+        return [(text[0], target.base_model(input_ids=text).last_hidden_state[0]) for text in texts]
+
+
+def fitted(features: torch.Tensor, tokens: torch.Tensor, vocab_size: int = VOCAB) -> torch.Tensor:
+    """[V, F], an output matrix that mostly says tokens [n] for features [n, F]."""
+    wanted = torch.nn.functional.one_hot(tokens, vocab_size).to(features)
+    gram = features.T @ features + 1e-3 * torch.eye(features.shape[1]).to(features)
+    return 10 * torch.linalg.solve(gram, features.T @ wanted).T.contiguous()
+
+
+def check_greedy_drafts(
+    target: PreTrainedModel, drafter: engine.Drafter, expected: Callable[[list[int]], list[int]], most: int
+) -> None:
+    """In a run over ragged rows, every draft is the one expected for the row's text."""
+    seen = 0
+    propose = drafter.propose
+
+    def watched(state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        nonlocal seen
+        proposal = propose(state, num_draft_tokens)
+        assert proposal.logits is None
+        assert proposal.tokens.shape[1] in (0, min(num_draft_tokens, most))
+        for row in state.active.nonzero()[:, 0].tolist():
+            text = state.tokens[row, : int(state.seq_lens[row]) + 1].tolist()
+            drafts = proposal.tokens[row].tolist()
+            if len(text) == 1:
+                assert set(drafts) <= {-1}
+            else:
+                assert drafts == expected(text)[: len(drafts)]
+                seen += len(drafts)
+        return proposal
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=4, max_batch_size=3)
+    params = [engine.SamplingParams(max_new_tokens=4 + i % 5) for i in range(7)]
+    outputs = llm.generate(random_prompts(7, seed=3), params)
+    assert [len(output.token_ids) for output in outputs] == [p.max_new_tokens for p in params]
+    assert seen > 30
+
+
+def law_target() -> PreTrainedModel:
+    """A target of few tokens, none of which holds most of the mass."""
+    target = tiny("llama", seed=4, dtype=torch.float32, vocab_size=LAW_VOCAB, num_hidden_layers=1)
+    with torch.no_grad():
+        target.lm_head.weight *= 0.4
+    return target
+
+
+def law_of_three(target: PreTrainedModel, setting: dict[str, Any]) -> dict[Any, float]:
+    """Probability of every three-token continuation of LAW_PROMPT, by transformers' own warpers."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(setting["temperature"])])
+    if "top_k" in setting:
+        warpers += [TopKLogitsWarper(setting["top_k"]), TopPLogitsWarper(setting["top_p"])]
+    outcomes = list(itertools.product(range(LAW_VOCAB), repeat=3))
+    texts = torch.tensor([[*LAW_PROMPT, *outcome] for outcome in outcomes])
+    with torch.no_grad():
+        logits = target(texts).logits.double()
+    law = torch.ones(len(outcomes), dtype=torch.float64)
+    for place in range(3):
+        at = len(LAW_PROMPT) - 1 + place
+        law *= warpers(texts, logits[:, at]).softmax(-1).gather(1, texts[:, at + 1, None])[:, 0]
+    return dict(zip(outcomes, law.tolist(), strict=True))
+
+
+def check_law(
+    target: PreTrainedModel, drafter: engine.Drafter, verification: str, setting: dict[str, Any], count: int
+) -> float:
+    """p-value of `count` sampled continuations of three tokens, for which a first round drafts two."""
+    llm = engine.load(target, drafter, num_draft_tokens=2, max_batch_size=4096, verification=verification)
+    params = [engine.SamplingParams(**setting, seed=seed, max_new_tokens=3, ignore_eos=True) for seed in range(count)]
+    counts: Counter[Any] = Counter(tuple(o.token_ids) for o in llm.generate([LAW_PROMPT] * count, params))
+    first, second = llm.stats.acceptance_per_position
+    assert 0.05 < first < 0.97 and 0.02 < second < 0.97, "neither acceptance nor rejection is tested"
+    return g_test(counts, law_of_three(target, setting))

@@ -1,0 +1,206 @@
+"""What a folder or a hub repository holds: which learned drafter, or a draft model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_checkpoints import HIDDEN, medusa_shapes, mlp_config, mlp_shapes, random_tensors, write
+from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB, greedy, tiny
+from transformers import PreTrainedModel
+
+import engine
+from engine.drafters import recognise as recognition
+from engine.drafters.eagle import EagleDrafter
+from engine.drafters.medusa import MedusaDrafter
+from engine.drafters.mlp import MlpSpeculatorDrafter
+from engine.drafters.recognise import recognise
+
+LAYER = dict(
+    vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, max_position_embeddings=48, hidden_act="silu",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny("llama", num_hidden_layers=4)
+
+
+def eagle_shapes(eagle3: bool) -> dict[str, tuple[int, ...]]:
+    layer, inputs = ("midlayer", 2 * HIDDEN) if eagle3 else ("layers.0", HIDDEN)
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, (3 if eagle3 else 2) * HIDDEN),
+        f"{layer}.self_attn.q_proj.weight": (HIDDEN, inputs),
+        f"{layer}.self_attn.k_proj.weight": (16, inputs),
+        f"{layer}.self_attn.v_proj.weight": (16, inputs),
+        f"{layer}.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        f"{layer}.mlp.gate_proj.weight": (48, HIDDEN),
+        f"{layer}.mlp.up_proj.weight": (48, HIDDEN),
+        f"{layer}.mlp.down_proj.weight": (HIDDEN, 48),
+        f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
+    }
+    if eagle3:
+        shapes |= {f"{layer}.{norm}.weight": (HIDDEN,) for norm in ("hidden_norm", "input_layernorm")}
+        shapes |= {"norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    return shapes
+
+
+def eagle(path: Path, config: dict[str, Any], file_name: str = "model.safetensors", eagle3: bool = False) -> Path:
+    return write(path, config, random_tensors(eagle_shapes(eagle3)), file_name)
+
+
+MAKE: dict[str, tuple[Any, Callable[[Path], Path]]] = {
+    "eagle-1": (
+        EagleDrafter,
+        lambda p: eagle(p, {**LAYER, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}),
+    ),
+    "eagle-1 bin": (EagleDrafter, lambda p: eagle(p, {**LAYER, "model_type": "llama"}, "pytorch_model.bin")),
+    "eagle architecture": (
+        EagleDrafter,
+        lambda p: eagle(p, {**LAYER, "model_type": "llama", "architectures": ["EagleLlamaForCausalLM"]}),
+    ),
+    "eagle-3": (
+        EagleDrafter,
+        lambda p: eagle(
+            p,
+            {**LAYER, "model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCAB},
+            eagle3=True,
+        ),
+    ),
+    "speculators": (
+        EagleDrafter,
+        lambda p: eagle(
+            p,
+            {
+                "speculators_model_type": "eagle3",
+                "draft_vocab_size": VOCAB,
+                "transformer_layer_config": {**LAYER, "model_type": "llama"},
+            },
+            eagle3=True,
+        ),
+    ),
+    "medusa": (
+        MedusaDrafter,
+        lambda p: write(
+            p,
+            {"medusa_num_heads": 3, "medusa_num_layers": 1},
+            random_tensors(medusa_shapes()),
+            "medusa_lm_head.safetensors",
+        ),
+    ),
+    "medusa pt": (
+        MedusaDrafter,
+        lambda p: write(p, {"medusa_num_heads": 3}, random_tensors(medusa_shapes()), "medusa_lm_head.pt"),
+    ),
+    "medusa by its tensors": (
+        MedusaDrafter,
+        lambda p: write(p, {"torch_dtype": "float32"}, random_tensors(medusa_shapes()), "medusa_lm_head.safetensors"),
+    ),
+    "mlp": (
+        MlpSpeculatorDrafter,
+        lambda p: write(p, mlp_config(), random_tensors(mlp_shapes()), "model.safetensors"),
+    ),
+    "mlp without a type": (
+        MlpSpeculatorDrafter,
+        lambda p: write(p, mlp_config(model_type=None), random_tensors(mlp_shapes()), "model.safetensors"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_folders(target: PreTrainedModel, tmp_path: Path, name: str) -> None:
+    kind, make = MAKE[name]
+    folder = make(tmp_path)
+    assert type(recognise(str(folder))) is kind
+    llm = engine.load(target, drafter=folder, num_draft_tokens=2)
+    assert type(llm.drafter) is kind
+    prompt = [3, 4, 5, 6]
+    assert llm.generate([prompt], engine.SamplingParams(max_new_tokens=8))[0].token_ids == greedy(target, prompt, 8)
+    assert llm.stats.draft_tokens > 0
+
+
+def test_draft_models_are_none_of_them(target: PreTrainedModel, tmp_path: Path) -> None:
+    for layers in (1, 2):
+        draft = tiny("llama", seed=3, num_hidden_layers=layers)
+        draft.save_pretrained(tmp_path / str(layers))
+        assert recognise(tmp_path / str(layers)) is None
+        llm = engine.load(target, drafter=tmp_path / str(layers))
+        assert isinstance(llm.drafter, engine.DraftModel)
+    for location in ("", "/nowhere", "./nowhere", "model.gguf", "a/b/c"):
+        assert recognise(location) is None
+    (tmp_path / "empty").mkdir()
+    assert recognise(tmp_path / "empty") is None
+    with pytest.raises(ValueError, match=r"drafter must be a folder with a config\.json"):
+        engine.load(target, drafter=tmp_path / "empty")
+    file = tmp_path / "file.gguf"
+    file.write_bytes(b"GGUF")
+    assert recognise(file) is None
+
+
+def test_nothing_but_the_config_is_fetched_of_a_draft_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = {
+        "some/head": MAKE["medusa"][1](tmp_path / "head"),
+        "some/eagle": MAKE["eagle-1 bin"][1](tmp_path / "eagle"),
+    }
+    tiny("llama").save_pretrained(tmp_path / "model")
+    folders["some/model"] = tmp_path / "model"
+    fetched = []
+
+    def snapshot(repository: str, allow_patterns: list[str]) -> str:
+        fetched.append((repository, "*.bin" in allow_patterns))
+        return str(folders[repository])
+
+    monkeypatch.setattr(recognition, "cached_file", lambda repository, name: str(folders[repository] / name))
+    monkeypatch.setattr(recognition, "snapshot_download", snapshot)
+    assert type(recognise("some/head")) is MedusaDrafter
+    assert recognise("some/model") is None
+    assert type(recognise("some/eagle")) is EagleDrafter
+    assert fetched == [("some/head", False), ("some/eagle", False), ("some/eagle", True)]
+
+
+def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, target: PreTrainedModel) -> None:
+    def missing(repository: str, name: str) -> str:
+        raise OSError(f"{repository} is not a local folder and is not a valid model identifier")
+
+    monkeypatch.setattr(recognition, "cached_file", missing)
+    with pytest.raises(OSError, match="no/such is not"):
+        engine.load(target, drafter="no/such")
+
+
+def test_kinds_that_are_not_supported(target: PreTrainedModel, tmp_path: Path) -> None:
+    config = {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"], "model_type": "llama"}
+    folder = write(tmp_path, config, {"fc.weight": torch.zeros(2, 2)}, "model.safetensors")
+    calls: list[int] = []
+    hook = target.register_forward_hook(lambda *args: calls.append(1))
+    with pytest.raises(ValueError, match=r"speculators_model_type of \['eagle3'\], got 'dflash'"):
+        engine.load(target, drafter=folder)
+    hook.remove()
+    assert not calls
+
+
+def test_damaged_checkpoints(target: PreTrainedModel, tmp_path: Path) -> None:
+    folder = MAKE["eagle-1"][1](tmp_path)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for content in (whole[:40], whole[:-8], b""):
+        weights.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"drafter must be an intact checkpoint; reading .*model\.safetensors failed"
+        ):
+            engine.load(target, drafter=folder)
+    weights.write_bytes(whole)
+    tensors = load_file(weights)
+    save_file({name: value for name, value in tensors.items() if "q_proj" not in name}, weights)
+    with pytest.raises(ValueError, match=r"missing layers\.0\.self_attn\.q_proj\.weight \[32, 32\]"):
+        engine.load(target, drafter=folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json must be a JSON object: "):
+        engine.load(target, drafter=folder)
+    weights.unlink()
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
+    with pytest.raises(ValueError, match=r"folder with \*\.safetensors, \*\.bin or \*\.pt files"):
+        engine.load(target, drafter=folder)

@@ -1,0 +1,342 @@
+"""Draft models of another vocabulary: shared tokens, re-encoded text, and what `engine.load` makes of two tokenizers."""
+
+import copy
+import logging
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_sampling_law import SETTINGS, g_test, law, sample
+from test_sampling_law import VOCAB as LAW_VOCAB
+from tiny_models import greedy, perturbed, random_prompts, tiny
+from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import engine
+from engine.drafters.intersection import IntersectionDraftModel
+from engine.drafters.own_texts import OwnTexts, Translation, common_prefix
+from engine.drafters.reencoding import ReencodingDraftModel
+from engine.drafters.vocabulary import SharedVocabulary, decode_after, encode, encode_after, token_forms
+from engine.model import RaggedModel
+
+MERGES = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e"), ("a", "n"), ("an", "d")]
+WORDS = "the hand and then a tan hen sat"
+
+
+def sentencepiece_like(
+    letters: str = string.ascii_lowercase, merges: list = MERGES, byte_fallback: bool = True, bos: bool = True
+) -> PreTrainedTokenizerFast:
+    """Spaces are "▁", other bytes "<0x..>"; ids in another order than the byte-level tokenizer's; texts begin with <s>."""
+    words = ["<unk>", "<s>", "<eos>"] + [f"<0x{byte:02X}>" for byte in range(256) if byte_fallback]
+    words += ["▁", *reversed(letters), *("".join(pair) for pair in merges)]
+    model = models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=byte_fallback)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<eos>", unk_token="<unk>")
+
+
+def spelling(characters: str) -> PreTrainedTokenizerFast:
+    """A token for each of these characters."""
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def with_ids_of(target: PreTrainedModel, shared: SharedVocabulary, size: int, amount: float) -> PreTrainedModel:
+    """A model like the target, whose ids for the shared tokens are the drafter's; it hardly knows its other ones."""
+    other = copy.deepcopy(target)
+    other.resize_token_embeddings(size)
+    with torch.no_grad():
+        for new, old in (
+            (other.get_input_embeddings(), target.get_input_embeddings()),
+            (other.lm_head, target.lm_head),
+        ):
+            new.weight.normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
+            new.weight[shared.drafter_ids] = old.weight[shared.target_ids]
+    return perturbed(other, amount) if amount else other
+
+
+def test_tokens_are_compared_by_their_bytes() -> None:
+    """Byte-level against sentencepiece-like; special tokens only with special ones of the same name; padding with nothing."""
+    ours, theirs = sentencepiece_like(), byte_tokenizer(extra=1)
+    ours.add_tokens(["<pad>", "<extra0>"])  # not special here: <pad> is a text of five characters
+    shared = SharedVocabulary(ours, theirs, len(ours) + 9, VOCAB + 7)
+    pairs = dict(zip(shared.target_ids.tolist(), shared.drafter_ids.tolist(), strict=True))
+    words = ours.convert_ids_to_tokens
+    assert [words(pairs[ord(c)]) for c in " a"] == ["▁", "a"] and words(pairs[ord("\n")]) == "<0x0A>"
+    assert words(pairs[0xE2]) == "<0xE2>"
+    assert pairs[EOS] == ours.eos_token_id and words(pairs[VOCAB]) == "<extra0>"
+    assert theirs.pad_token_id not in pairs
+    assert len(set(pairs.values())) == len(pairs) == 256 + 2
+    assert shared.share == pytest.approx(258 / min(len(token_forms(ours, 10**6)), 259))
+    assert shared.to_target(len(ours))[shared.drafter_ids].tolist() == shared.target_ids.tolist()
+    assert int((shared.to_drafter(VOCAB + 7) >= 0).sum()) == len(pairs)
+
+
+def test_ids_beyond_the_models_are_not_shared() -> None:
+    ours, theirs = sentencepiece_like(), byte_tokenizer()
+    shared = SharedVocabulary(ours, theirs, 100, 60)
+    assert len(shared.target_ids) and int(shared.target_ids.max()) < 60 and int(shared.drafter_ids.max()) < 100
+
+
+def test_pieces_of_text_in_context() -> None:
+    ours = sentencepiece_like()
+    assert ours.convert_ids_to_tokens(encode_after(ours, "a", " the")) == ["▁the"]
+    assert (
+        encode_after(ours, "t", "he") is not None and encode_after(ours, " t", "he") is None
+    )  # "▁the" spans the border
+    assert encode(ours, "<eos>") != [ours.eos_token_id]  # text, not a mark
+    theirs = byte_tokenizer()
+    euro = list("a€".encode())
+    assert [decode_after(theirs, [97], euro[1:end]) for end in (2, 3, 4)] == ["", "", "€"]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["intersection", "re-encoding"])
+def test_a_translation_does_not_depend_on_the_pieces_it_came_in(whole: bool) -> None:
+    ours, theirs = sentencepiece_like(byte_fallback=False), byte_tokenizer()
+    counterparts = SharedVocabulary(ours, theirs, 10**4, VOCAB).to_drafter(VOCAB).tolist()
+    if whole:
+        counterparts = [own if i == EOS else -1 for i, own in enumerate(counterparts)]
+    text = [*b"the hen\nsat", EOS, *b" then THE\xe2\x82", *b"\xac and", theirs.pad_token_id, *b" then"]
+    once = Translation(ours, theirs, counterparts, len(ours))
+    once.extend(text)
+    for step in (1, 2, 5):
+        pieces = Translation(ours, theirs, counterparts, len(ours))
+        for begin in range(0, len(text), step):
+            pieces.extend(text[begin : begin + step])
+        assert pieces.ids == once.ids and pieces.num_read == len(text)
+    assert once.ids[0] == ours.bos_token_id and once.ids.count(ours.eos_token_id) == 1
+    assert ours.convert_ids_to_tokens(once.ids[-2:]) == (["▁the", "n"] if whole else ["e", "n"])
+
+
+def test_a_bos_that_both_have_is_not_doubled() -> None:
+    ours, theirs = sentencepiece_like(), sentencepiece_like(letters="zyxabc", merges=[])
+    counterparts = SharedVocabulary(ours, theirs, 10**4, 10**4).to_drafter(10**4).tolist()
+    text = Translation(ours, theirs, counterparts, len(ours))
+    text.extend(theirs("abc")["input_ids"])
+    assert text.ids == ours("abc", add_special_tokens=True)["input_ids"]
+
+
+def test_common_prefix() -> None:
+    long = list(range(1000))
+    assert [common_prefix(long, [*long[:n], -1, *long[n:]]) for n in (0, 1, 511, 999)] == [0, 1, 511, 999]
+    assert common_prefix(long, long[:7]) == 7 and common_prefix([], long) == 0
+
+
+def test_the_cache_of_own_texts_gives_the_logits_of_a_plain_call() -> None:
+    """Texts that go on, that change at their end, that are replaced; more missing than one call takes; rows left out."""
+    ours, theirs = sentencepiece_like(), byte_tokenizer()
+    model = tiny("llama", vocab_size=len(ours), max_position_embeddings=256)
+    ragged = RaggedModel(model, 3)
+    own = OwnTexts(ragged, lambda: Translation(ours, theirs, [-1] * VOCAB, len(ours)))
+    whole = engine.BatchState.allocate(3, 200, torch.device("cpu"))
+    state = whole.select(slice(0, 3))
+
+    class Fixed(Translation):
+        def __init__(self, text: str) -> None:
+            super().__init__(ours, theirs, [-1] * VOCAB, len(ours))
+            self.ids = ours(text)["input_ids"]
+
+    rounds = [
+        ["a", "the hen sat", None],
+        ["an", "the hen sat and then", "x" * 60],
+        ["and", None, "x" * 61],
+        ["ban", "the hand", "x" * 20 + " the"],
+    ]
+    for texts in rounds:
+        rows = [None if text is None else Fixed(text) for text in texts]
+        logits = own.begin(state, rows)
+        drafts = [[] for _ in rows]
+        for step in range(3):
+            for row, text in enumerate(rows):
+                if text is not None:
+                    with torch.no_grad():
+                        plain = model(torch.tensor([text.ids + drafts[row]])).logits[0, -1]
+                    torch.testing.assert_close(logits[row, 0], plain)
+            tokens = logits.argmax(-1)
+            for row in range(3):
+                drafts[row].append(int(tokens[row]))
+            if step < 2:
+                logits = own.step(tokens)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny("llama", vocab_size=VOCAB, max_position_embeddings=80)
+
+
+def drafters(target: PreTrainedModel, amount: float, **tokenizer: Any) -> dict[str, engine.Drafter]:
+    ours, theirs = sentencepiece_like(**tokenizer), byte_tokenizer()
+    model = with_ids_of(target, SharedVocabulary(ours, theirs, len(ours), VOCAB), len(ours) + 5, amount)
+    return {
+        "intersection": IntersectionDraftModel(model, ours, theirs),
+        "greedy": IntersectionDraftModel(model, ours, theirs, greedy=True),
+        "re-encoding": ReencodingDraftModel(model, ours, theirs),
+    }
+
+
+KINDS = ["intersection", "greedy", "re-encoding"]
+
+
+@pytest.fixture(scope="module")
+def expected(target: PreTrainedModel) -> list[tuple[list[int], list[int]]]:
+    """Prompts and the target's own greedy text."""
+    prompts = [*random_prompts(7, vocab_size=VOCAB), list(WORDS.encode()), [EOS], [VOCAB - 1, EOS, 97]]
+    return [(prompt, greedy(target, prompt, 14)) for prompt in prompts]
+
+
+_WHOLE_MATRIX = [(kind, k, fallback) for kind in KINDS for k in (1, 2, 5, "auto") for fallback in (True, False)]
+_BY_DEFAULT = [(kind, k, k == 5) for kind in KINDS for k in (1, 5, "auto")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_draft_tokens", "byte_fallback"),
+    [case if case in _BY_DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in _WHOLE_MATRIX],
+)
+def test_greedy_text_is_the_targets(
+    target: PreTrainedModel, expected: list, kind: str, num_draft_tokens: int | str, byte_fallback: bool
+) -> None:
+    """With the fallback to bytes, all but special tokens are shared; else few are."""
+    drafter = drafters(target, 0.02, byte_fallback=byte_fallback)[kind]
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=num_draft_tokens, max_batch_size=3)
+    outputs = llm.generate([prompt for prompt, _ in expected], engine.SamplingParams(max_new_tokens=14))
+    assert [output.token_ids for output in outputs] == [text for _, text in expected]
+    assert num_draft_tokens == "auto" or llm.stats.draft_tokens > 0
+
+
+def test_what_is_shared_is_accepted(target: PreTrainedModel) -> None:
+    """The drafter is the target itself, ids apart, and reads the same tokens: nothing is rejected."""
+    ours, theirs = sentencepiece_like(merges=[], bos=False), byte_tokenizer()
+    target = copy.deepcopy(target)
+    with torch.no_grad():
+        target.lm_head.weight[VOCAB - 1] = 0  # <pad>, which is not shared
+    model = with_ids_of(target, SharedVocabulary(ours, theirs, len(ours), VOCAB), len(ours), 0.0)
+    prompts = [list(b"the hen"), list(b"a"), list(b"\xe2\x82 x")]
+    for greedy_drafts in (False, True):
+        llm = engine.load(target, drafter=IntersectionDraftModel(model, ours, theirs, greedy=greedy_drafts))
+        outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=40))
+        assert [o.token_ids for o in outputs] == [greedy(target, prompt, 40) for prompt in prompts]
+        assert llm.stats.acceptance_rate == 1.0
+
+
+def test_what_is_spelled_alike_is_accepted() -> None:
+    """As above, through text."""
+    characters = string.ascii_letters + string.digits
+    ours, theirs = spelling(characters[::-1]), spelling(characters)
+    target = tiny("llama", vocab_size=len(characters), max_position_embeddings=80)
+    model = with_ids_of(target, SharedVocabulary(ours, theirs, 62, 62), 62, 0.0)
+    llm = engine.load(target, drafter=ReencodingDraftModel(model, ours, theirs), num_draft_tokens=4)
+    prompts = random_prompts(5, vocab_size=62)
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=40))
+    assert [o.token_ids for o in outputs] == [greedy(target, prompt, 40) for prompt in prompts]
+    assert llm.stats.acceptance_rate == 1.0 and llm.stats.block_efficiency > 4
+
+
+def test_drafts_through_text_are_whole_target_tokens() -> None:
+    """Bytes to sentencepiece-like tokens: merged where they should be, none across the border, marks as marks."""
+    ours, theirs = byte_tokenizer(), sentencepiece_like()
+    drafter = ReencodingDraftModel(tiny("llama", vocab_size=VOCAB), ours, theirs)
+    drafter.attach(RaggedModel(tiny("llama", vocab_size=len(theirs)), 1))
+
+    def drafts(text: str, continuation: list[int]) -> list[str]:
+        translation = Translation(ours, theirs, [-1] * len(theirs), VOCAB)
+        translation.extend(encode(theirs, text))
+        return theirs.convert_ids_to_tokens(drafter._in_target_ids(translation, continuation))
+
+    assert drafts("a hen", list(b" the hand")) == ["▁the", "▁", "h", "and"]
+    assert drafts(" t", list(b"he")) == []
+    assert drafts(" t", list(b" he")) == ["▁", "he"]
+    assert drafts("a", [*b"n", EOS, *b"x"]) == []  # "an" is one token
+    assert drafts("b", [*b"n", EOS, *b"x"]) == ["n", "<eos>"]
+    assert drafts("b", [*b"n", VOCAB - 1, *b"x"]) == ["n"]  # the target has no <pad>
+    assert drafts("b", list("n€".encode())[:3]) == ["n"]  # half a character
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_coupled_samples_do_not_depend_on_the_drafter(target: PreTrainedModel, kind: str) -> None:
+    prompts = random_prompts(6, vocab_size=VOCAB)
+    params = [
+        engine.SamplingParams(temperature=0.3 * i, top_p=0.95, seed=i, max_new_tokens=20) for i in range(len(prompts))
+    ]
+    texts = []
+    for drafter in (None, drafters(target, 0.0)[kind]):
+        llm = engine.load(target, drafter=drafter, verification="coupled", max_batch_size=4)
+        texts.append([output.token_ids for output in llm.generate(prompts, params)])
+    assert texts[0] == texts[1]
+    assert llm.stats.draft_tokens > 0
+    if kind == "intersection":  # drawn with the target's noise for the target's ids
+        assert llm.stats.acceptance_rate > 0.1
+
+
+@pytest.fixture(scope="module")
+def law_target() -> PreTrainedModel:
+    model = tiny("llama", seed=4, dtype=torch.float32, vocab_size=LAW_VOCAB, num_hidden_layers=1)
+    with torch.no_grad():
+        model.lm_head.weight *= 0.4  # flatter
+    return model
+
+
+def check_law(target: PreTrainedModel, kind: str, verification: str, setting: dict[str, Any], count: int) -> None:
+    """The vocabularies share 13 of 16 characters; "f", which is in the prompt, is not among them."""
+    ours, theirs = spelling("pxocnymblzkajidhg"), spelling("abcdefghijklmnop")
+    model = with_ids_of(target, SharedVocabulary(ours, theirs, 17, LAW_VOCAB), 17, 0.3)
+    drafter = (
+        ReencodingDraftModel(model, ours, theirs)
+        if kind == "re-encoding"
+        else IntersectionDraftModel(model, ours, theirs, greedy=kind == "greedy")
+    )
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=3, max_batch_size=2048, verification=verification)
+    assert g_test(sample(llm, setting, count), law(target, setting)) > 1e-3
+    assert 0.02 < llm.stats.acceptance_rate < 0.95, "neither acceptance nor rejection is tested"
+
+
+@pytest.mark.parametrize("kind", ["intersection", "re-encoding"])
+def test_sampling_law(law_target: PreTrainedModel, kind: str) -> None:
+    check_law(law_target, kind, "rejection", SETTINGS[1], 4_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS, ids=["t1.0", "t0.7-k10-p0.9"])
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampling_law_long(law_target: PreTrainedModel, kind: str, verification: str, setting: dict[str, Any]) -> None:
+    check_law(law_target, kind, verification, setting, 100_000)
+
+
+@pytest.mark.parametrize(
+    ("share_letters", "expected"), [(True, "IntersectionDraftModel"), (False, "ReencodingDraftModel")]
+)
+def test_load_chooses_by_what_is_shared(
+    target: PreTrainedModel, share_letters: bool, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = sentencepiece_like() if share_letters else sentencepiece_like("αβγδε", [], byte_fallback=False)
+    tiny("llama", vocab_size=len(ours), max_position_embeddings=80).save_pretrained(tmp_path)
+    ours.save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="engine"):
+        llm = engine.load(target, drafter=tmp_path, tokenizer=byte_tokenizer())
+    assert type(llm.drafter).__name__ == expected
+    assert [expected in record.message for record in caplog.records if "tokenizer" in record.message] == [True]
+    output = llm.generate("the hen", engine.SamplingParams(max_new_tokens=12))
+    assert output.token_ids == greedy(target, list(b"the hen"), 12)
+
+
+def test_bad_input(target: PreTrainedModel) -> None:
+    ours, theirs = sentencepiece_like(), byte_tokenizer()
+    model = tiny("llama", vocab_size=len(ours))
+    for kind in (IntersectionDraftModel, ReencodingDraftModel):
+        with pytest.raises(ValueError, match="target_tokenizer must be a tokenizer, got None"):
+            kind(model, ours, None)
+        with pytest.raises(ValueError, match="tokenizer must be a tokenizer, got None"):
+            kind(model, None, theirs)
+    with pytest.raises(ValueError, match="greedy must be True or False, got 'yes'"):
+        IntersectionDraftModel(model, ours, theirs, greedy="yes")
+    with pytest.raises(ValueError, match="target_tokenizer must have tokens in common"):
+        engine.load(target, drafter=IntersectionDraftModel(model, spelling("αβγ"), theirs))
+    with pytest.raises(ValueError, match="drafter must have the target's tokenizer, but id 0 is"):
+        engine.load(target, drafter=engine.DraftModel(model, ours), tokenizer=theirs)
