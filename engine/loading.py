@@ -11,9 +11,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from . import parallel
 from .config import EngineConfig
-from .drafters import Drafter, DraftModel, NGramDrafter
+from .drafters import CascadeDrafter, Drafter, DraftModel
 from .drafters.intersection import IntersectionDraftModel
-from .drafters.recognise import recognise
+from .drafters.named import named, split_stages
 from .drafters.reencoding import ReencodingDraftModel
 from .drafters.vocabulary import SharedVocabulary, difference
 from .engine import Engine
@@ -48,9 +48,11 @@ def load(
 
     Args:
         target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on).
-        drafter: "ngram"; None for plain decoding; a hub id or folder of a learned drafter made for the target (EAGLE, Medusa,
-            MLP speculator; recognised by its config); a hub id, folder or GGUF file of a draft model; a live draft model,
-            which must share the target's vocabulary; or an object with `prefill`, `propose` and `observe`.
+        drafter: None for plain decoding; "ngram" or "suffix", which look for the text's end in earlier text; a hub id or
+            folder of a learned drafter made for the target (EAGLE, Medusa, MLP speculator; recognised by its config); a hub
+            id, folder or GGUF file of a draft model; "ngram+..." with one of the former, for where there is no match;
+            "layer_skip:N", the target's own first N layers; a live draft model, which must share the target's vocabulary;
+            or an object with `prefill`, `propose` and `observe`.
         num_draft_tokens: tokens proposed in a round (K), >= 0; "auto": as many as promise most tokens per second, from the
             acceptance and the times of the rounds so far, down to none.
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
@@ -78,22 +80,34 @@ def load(
     device = _device(device, target)
     if isinstance(tokenizer, str | Path):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    if isinstance(drafter, str) and drafter == "ngram":
-        drafter = NGramDrafter()
-    elif drafter is not None and not isinstance(drafter, str | Path | PreTrainedModel | Drafter):
+    if drafter is not None and not isinstance(drafter, str | Path | PreTrainedModel | Drafter):
         raise ValueError(
-            f"drafter must be 'ngram', None, a hub id, a path, a PreTrainedModel, or have prefill, propose and observe; "
+            f"drafter must be a name, None, a hub id, a path, a PreTrainedModel, or have prefill, propose and observe; "
             f"got {type(drafter).__name__}"
         )
-    if isinstance(drafter, str | Path):
-        drafter = recognise(drafter) or drafter
+    stages = _stages(drafter)
     main = _checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
-    if isinstance(drafter, str | Path | PreTrainedModel):
-        draft = _checkpoint(drafter, "drafter", main.model.dtype, main.model.device, None)
-        drafter = _draft_model(main, draft)
-    if isinstance(drafter, DraftModel | ReencodingDraftModel):
-        _check_draft_model(main, drafter)
-    return Engine(main.model, main.tokenizer, drafter, config)
+    drafters = [_drafter(main, stage) for stage in stages]
+    whole = drafters[0] if len(drafters) == 1 else CascadeDrafter(*drafters) if drafters else None
+    return Engine(main.model, main.tokenizer, whole, config)
+
+
+def _stages(drafter: Any) -> list[Any]:
+    """Drafters, and what is still to be loaded with the target at hand."""
+    if not isinstance(drafter, str | Path):
+        return [] if drafter is None else [drafter]
+    parts = split_stages(str(drafter)) if isinstance(drafter, str) else [str(drafter)]
+    return [named(part, in_cascade=len(parts) > 1) for part in parts]
+
+
+def _drafter(main: Checkpoint, stage: Any) -> Drafter:
+    if isinstance(stage, str | PreTrainedModel):
+        stage = _draft_model(main, _checkpoint(stage, "drafter", main.model.dtype, main.model.device, None))
+    for part in getattr(stage, "stages", (stage,)):
+        if isinstance(part, DraftModel | ReencodingDraftModel):
+            _check_draft_model(main, part)
+    found: Drafter = stage
+    return found
 
 
 def _checkpoint(

@@ -46,12 +46,12 @@ class SoftCrossEntropy(torch.autograd.Function):
         return loss / len(hidden), best
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad_loss, None if grad_weight is None else grad_weight * grad_loss, None, None
 
 
 def soft_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Loss, and likeliest tokens [M] int64: see `SoftCrossEntropy`."""
-    loss, best = SoftCrossEntropy.apply(hidden, weight, labels, rows)  # type: ignore[no-untyped-call]
+    loss, best = SoftCrossEntropy.apply(hidden, weight, labels, rows)
     return loss, best
