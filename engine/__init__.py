@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         StagedDraftModel,
         SuffixDrafter,
     )
+    from .drafters.layer_search import LayerChoice, LayerSearch, search_layers
     from .engine import Engine
     from .errors import EngineError, InvalidLogitsError, UnsupportedModelError
     from .loading import load
@@ -46,6 +47,8 @@ _HOME = {
     "EngineError": "errors",
     "IntersectionDraftModel": "drafters",
     "InvalidLogitsError": "errors",
+    "LayerChoice": "drafters.layer_search",
+    "LayerSearch": "drafters.layer_search",
     "LayerSkipDrafter": "drafters",
     "MedusaDrafter": "drafters",
     "MlpSpeculatorDrafter": "drafters",
@@ -62,6 +65,7 @@ _HOME = {
     "UnsupportedModelError": "errors",
     "Verdict": "state",
     "load": "loading",
+    "search_layers": "drafters.layer_search",
 }
 
 __all__ = [
@@ -75,6 +79,8 @@ __all__ = [
     "EngineError",
     "IntersectionDraftModel",
     "InvalidLogitsError",
+    "LayerChoice",
+    "LayerSearch",
     "LayerSkipDrafter",
     "MedusaDrafter",
     "MlpSpeculatorDrafter",
@@ -91,6 +97,7 @@ __all__ = [
     "UnsupportedModelError",
     "Verdict",
     "load",
+    "search_layers",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m engine demo | generate | chat`, also installed as `speculative-engine`."""
+"""The command line: `python -m engine demo | generate | chat | train`, also installed as `speculative-engine`."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import cli_options as options
+from .cli_train import train
 from .errors import EngineError, InvalidLogitsError
 from .prompt_files import read_prompts
 
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(train)
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click that newer typers carry
 
 
@@ -79,7 +81,7 @@ def _app(
 @app.command()
 def demo(
     target: options.Target = None,
-    drafter: options.Drafter = "ngram",
+    drafter: options.Drafter = None,
     num_draft_tokens: options.NumDraftTokens = "auto",
     exact: options.Exact = None,
     dtype: options.Dtype = "bfloat16",
@@ -93,7 +95,17 @@ def demo(
     from .demo import DemoOptions, run
 
     run(
-        DemoOptions(target, drafter, _integer(num_draft_tokens), exact, max_new_tokens, repeats, dtype, device, as_json)
+        DemoOptions(
+            target,
+            _drafter(target, drafter),
+            _integer(num_draft_tokens),
+            exact,
+            max_new_tokens,
+            repeats,
+            dtype,
+            device,
+            as_json,
+        )
     )
 
 
@@ -103,7 +115,7 @@ def generate(
     prompts_file: options.PromptsFile = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the chat template.")] = False,
     target: options.Target = None,
-    drafter: options.Drafter = "ngram",
+    drafter: options.Drafter = None,
     num_draft_tokens: options.NumDraftTokens = "auto",
     verification: options.Verification = "rejection",
     exact: options.Exact = None,
@@ -132,7 +144,7 @@ def generate(
     items: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
     llm = _load(
         target,
-        drafter=drafter,
+        drafter=_drafter(target, drafter),
         num_draft_tokens=_integer(num_draft_tokens),
         verification=verification,
         exact=exact,
@@ -151,7 +163,7 @@ def generate(
 def chat(
     target: options.Target = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    drafter: options.Drafter = "ngram",
+    drafter: options.Drafter = None,
     num_draft_tokens: options.NumDraftTokens = "auto",
     verification: options.Verification = "rejection",
     exact: options.Exact = None,
@@ -175,7 +187,7 @@ def chat(
     params = SamplingParams(temperature, top_k, top_p, min_p, max_new_tokens, seed, tuple(stop or ()))
     llm = _load(
         target,
-        drafter=drafter,
+        drafter=_drafter(target, drafter),
         num_draft_tokens=_integer(num_draft_tokens),
         verification=verification,
         exact=exact,
@@ -193,6 +205,13 @@ def _integer(text: str) -> Any:
         return int(text)
     except ValueError:
         return text
+
+
+def _drafter(target: str | None, drafter: str | None) -> str:
+    """What was asked for, or what suits the target."""
+    from .heads import DEFAULT_DRAFTER
+
+    return drafter or (DEFAULT_DRAFTER if target is None else "ngram")
 
 
 def _load(target: str | None, drafter: str, **settings: Any) -> "Engine":

@@ -31,8 +31,15 @@ Target = Annotated[
     ),
 ]
 Drafter = Annotated[
-    str,
-    _option("--drafter", "-d", help='"ngram", "none", or a draft model.', panel=MODEL, metavar="DRAFTER"),
+    str | None,
+    _option(
+        "--drafter",
+        "-d",
+        help='"ngram", "suffix", "layer_skip:N", a trained head or a draft model; "ngram+MODEL" for both; "none".',
+        panel=MODEL,
+        show_default="ngram; with a trained head for the default target",
+        metavar="DRAFTER",
+    ),
 ]
 NumDraftTokens = Annotated[
     str,

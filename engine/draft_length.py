@@ -19,6 +19,7 @@ _HALVES_AFTER = 10.0  # a row's acceptance: observations after which one counts 
 _ENGINE_HALVES_AFTER = 200.0  # all rows' together
 _PRIOR_WEIGHT = 4.0  # what is believed beforehand counts as so many observations
 _DRAFT_SLOPE = 0.1  # cost of a further draft as a share of the first, until measured: low, so that it is tried
+_SURE = 14  # bin of confidence from which a row whose drafts all stood is asked for twice as many
 _PROBE_AFTER = (2, 32)  # rounds without a draft until one is tried: at first, at most
 
 
@@ -69,6 +70,7 @@ class AdaptiveLength(FixedLength):
         self._draft: dict[int, Costs] = {}  # seconds over drafts
         self._by_position, self._by_confidence = Experience(), Experience()
         self._offered: dict[int, tuple[list[int], list[int]]] = {}  # by row: tokens and their bins, before trimming
+        self._next: dict[int, int] = {}  # by row: at least so many, since all stood and the drafter was sure of them
         self._without, self._patience = 0, _PROBE_AFTER[0]
         self._judged_by_confidence = False
 
@@ -86,6 +88,8 @@ class AdaptiveLength(FixedLength):
         # What is not known yet is like the position before.
         chances = [self._by_position.chances(row, positions, prior=0.6, carry=True) for row in rows]
         best = self._best(chances, len(rows), with_drafting=True)
+        # A drafter that suddenly knows what follows (a copied passage) is believed sooner than averages would.
+        best = max(best, max(k for k in self.choices if k <= min(most, *(self._next.get(row, 0) for row in rows))))
         if best or not most:
             self._without = 0
             return best
@@ -112,6 +116,7 @@ class AdaptiveLength(FixedLength):
         return Proposal(proposal.tokens[:, :best])
 
     def begin(self, row: int) -> None:
+        self._next.pop(row, None)
         self._by_position.begin(row)
         self._by_confidence.begin(row)
 
@@ -124,6 +129,8 @@ class AdaptiveLength(FixedLength):
             # Not verified, but the target's own token says whether it would have stood.
             outcomes.append(offered[accepted] == tokens[accepted])
         self._by_confidence.add(row, bins, outcomes)
+        sure = 0 < accepted == proposed <= len(bins) and bins[accepted - 1] >= _SURE
+        self._next[row] = 2 * accepted + 1 if sure else 0
         if len(outcomes) == accepted < asked:
             outcomes.append(False)  # a draft that was asked for and did not come
         self._by_position.add(row, range(NUM_BINS), outcomes)

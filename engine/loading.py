@@ -50,8 +50,8 @@ def load(
         target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on).
         drafter: None for plain decoding; "ngram" or "suffix", which look for the text's end in earlier text; a hub id or
             folder of a learned drafter made for the target (EAGLE, Medusa, MLP speculator; recognised by its config); a hub
-            id, folder or GGUF file of a draft model; "ngram+..." with one of the former, for where there is no match;
-            "layer_skip:N", the target's own first N layers; a live draft model, which must share the target's vocabulary;
+            id, folder or GGUF file of a draft model; the name of a head in `engine.heads`; "layer_skip:N", the target's own
+            first N layers; "ngram+..." with one of these for where there is no match; a live draft model, which must share the target's vocabulary;
             or an object with `prefill`, `propose` and `observe`.
         num_draft_tokens: tokens proposed in a round (K), >= 0; "auto": as many as promise most tokens per second, from the
             acceptance and the times of the rounds so far, down to none.

@@ -1,5 +1,6 @@
 """The command line: `generate`, and what all commands share."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from cli_fakes import FakeEngine, json_lines, pipe
 import engine
 from engine import cli, demo_prompts, terminal
 from engine.errors import EngineError, InvalidLogitsError
+from engine.training.options import METHODS, TrainingOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 checkpoint = cli_fakes.checkpoint
@@ -30,6 +32,17 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert option in text
     assert cli.main([]) == 0
     assert command in capsys.readouterr().out
+
+
+def test_help_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option of a training is one of the command."""
+    assert cli.main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(TrainingOptions):
+        name = "METHOD" if field.name == "method" else "--" + field.name.replace("_", "-")
+        assert name in text
+    assert "--prompts" in text and "--out" in text
+    assert all(method in text for method in METHODS)
 
 
 def test_import_is_light() -> None:
@@ -220,3 +233,114 @@ def test_real_generate(checkpoint: Path) -> None:
     records = json_lines(done.stdout)
     assert [len(record["token_ids"]) for record in records] == [12, 12]
     assert all(record["finish_reason"] == "length" for record in records)
+
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path, TrainingOptions]]:
+    """What was asked of `train_drafter`, which does nothing."""
+    from engine.training import run
+
+    asked: list[tuple[Any, Path, TrainingOptions]] = []
+    monkeypatch.setattr(run, "train_drafter", lambda prompts, out, options: asked.append((prompts, out, options)))
+    return asked
+
+
+def test_train_passes_all_options_on(
+    trainings: list[tuple[Any, Path, TrainingOptions]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text('{"prompt": "one"}\n{"turns": ["two", "x"]}\n')
+    command = ["train", "mlp", "--prompts", str(prompts), "--out", str(out), "-t", "model"]
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == f"the mlp drafter is in {out}: use it with --target model --drafter {out}\n"
+    assert trainings.pop() == (["one", "two"], out, TrainingOptions("mlp", "model"))
+    other: dict[str, Any] = dict(
+        temperatures=(0.5, 1.0), layers=(3, 1), chat=False, freeze_head=True, max_new_tokens=5, max_length=6, batch_size=7,
+        validation_share=0.25, draft_vocab_size=8, num_steps=9, num_layers=10, epochs=11, learning_rate=0.125,
+        tokens_per_batch=12, seed=13, dtype="float32", device="cpu",
+    )  # fmt: skip
+    assert {"method", "target", *other} == {field.name for field in dataclasses.fields(TrainingOptions)}
+    for name, value in other.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            command += [f"--{flag}={item}" for item in (value if isinstance(value, tuple) else (value,))]
+    assert cli.main(command) == 0
+    assert trainings.pop()[2] == TrainingOptions("mlp", "model", **other)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "train eagle -t model --prompts {two} --out {out}",
+            "method must be one of eagle3, medusa, mlp, draft-model, got 'eagle'",
+        ),
+        ("train eagle3 -t model --prompts missing.txt --out {out}", "missing.txt"),
+        ("train eagle3 -t model --prompts {none} --out {out}", "must hold at least one prompt, but it is empty"),
+        (
+            "train eagle3 -t model --prompts {one} --out {out}",
+            "prompts must be at least 2, one of them for validation, got 1",
+        ),
+        ("train eagle3 -t model --prompts {bad} --out {out}", "bad.jsonl:1 must be a JSON object"),
+        ("train eagle3 -t model --prompts {two} --out {full}", "out must be a new or empty folder"),
+        ("train eagle3 -t model --prompts {two} --out {two}", "out must be a folder, got the file"),
+        ("train eagle3 -t ./missing --prompts {two} --out {out}", "'./missing', which does not exist"),
+        ("train eagle3 -t model --prompts {two} --out {out} --epochs 0", "epochs must be >= 1, got 0"),
+        (
+            "train eagle3 -t model --prompts {two} --out {out} --learning-rate -1",
+            "learning_rate must be a finite number > 0",
+        ),
+        ("train eagle3 -t model --prompts {two} --out {out} --seed many", "--seed"),
+        ("train eagle3 -t model --prompts {two}", "--out"),
+        ("train eagle3 -t model --out {out}", "--prompts"),
+    ],
+)
+def test_train_refuses_bad_input_in_one_line(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_DEBUG", "")
+    contents = {"one": "a\n", "two": "a\nb\n", "none": "\n", "bad.jsonl": "no JSON\n", "full/notes": "mine"}
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    places = {name.split(".")[0]: tmp_path / name for name in ("one", "two", "none", "bad.jsonl", "out", "full")}
+    assert cli.main(words.format(**places).split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_training_that_is_interrupted_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from engine.training import run
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train_drafter", interrupted)
+    (tmp_path / "prompts").write_text("a\nb\n")
+    command = ["train", "mlp", "-t", "model", "--prompts", str(tmp_path / "prompts"), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 130
+    assert capsys.readouterr().err == f"stopped; the same command goes on from what is in {tmp_path / 'out'}\n"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_real_train(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A drafter that `generate` takes, on prompts as they are."""
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "head"
+    prompts.write_text("abab\nx\nhello\nwhat?\n")
+    words = f"train medusa -t {checkpoint} --prompts {prompts} --out {out} --no-chat --max-new-tokens 6 --epochs 1"
+    assert cli.main(words.split()) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"the medusa drafter is in {out}: use it with --target {checkpoint} --drafter {out}\n"
+    assert "validation loss" in captured.err
+    texts = []
+    for drafter in (str(out), "none"):
+        assert cli.main(["generate", "-t", str(checkpoint), "-d", drafter, "-k", "3", "--json", "-n", "8", "abab"]) == 0
+        texts.append(json_lines(capsys.readouterr().out)[0]["token_ids"])
+    assert texts[0] == texts[1]

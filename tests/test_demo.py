@@ -12,6 +12,7 @@ from cli_fakes import FakeEngine, json_lines
 from rich.console import Console
 
 from engine import cli, demo, demo_prompts, terminal
+from engine.heads import DEFAULT_DRAFTER
 from engine.output import Output, Piece, Span
 
 checkpoint = cli_fakes.checkpoint
@@ -47,6 +48,13 @@ def test_demo_table(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str
     assert speculative.options["tokenizer"] == plain.tokenizer
     assert len(plain.asked) == 3 * (1 + 2)  # a warm-up and the timed runs
     assert len(speculative.asked) == 3 * (1 + 1 + 2)  # and the text that is shown
+
+
+def test_demo_has_a_trained_head_for_its_own_target(engines: list[FakeEngine]) -> None:
+    assert cli.main(["demo", "--repeats", "1"]) == 0
+    assert [llm.options["drafter"] for llm in engines] == [None, DEFAULT_DRAFTER]
+    assert cli.main(["demo", "--repeats", "1", "-d", "suffix"]) == 0
+    assert engines[-1].options["drafter"] == "suffix"
 
 
 def test_demo_says_what_is_slower_or_differs(

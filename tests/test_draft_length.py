@@ -113,6 +113,30 @@ def test_drafts_are_cut_where_confidence_proved_worthless() -> None:
     assert round(bad, [5, 6, 7, 8, 9]) == 4
 
 
+@pytest.mark.parametrize(("confidence", "most"), [(0.95, 15), (0.6, 5)])
+def test_sure_drafts_that_stand_are_followed_by_more(confidence: float, most: int) -> None:
+    """Drafting costs something and mostly fails behind the second token; then comes a passage that the drafter knows."""
+    lengths = AdaptiveLength()
+    lengths.begin(0)
+
+    def round(confidence: float, right: int) -> int:
+        asked = lengths.choose([0], room=100)
+        drafts = torch.full((1, asked), 7)
+        width = lengths.trim(Proposal(drafts, confidence=torch.full((1, asked), confidence)), [0]).tokens.shape[1]
+        accepted = min(width, right)
+        lengths.observe(0, [7] * accepted + [8 if right < width else 7], accepted, width, asked)
+        lengths.observe_times(1, asked, width + 1, 0.1 * asked, 1 + 0.03 * width)
+        return asked
+
+    for turn in range(100):
+        round(0.95 if turn % 2 else 0.6, turn % 3)
+    before = round(0.95, 0)
+    asked = [round(confidence, 15) for _ in range(5)]
+    assert before <= 3 and max(asked) >= most if most == 15 else max(asked) <= most
+    lengths.begin(0)  # what was true of a text is not of the next one in its slot
+    assert round(0.95, 0) <= 5
+
+
 def test_tokens_that_were_drawn_are_not_cut_by_what_they_are() -> None:
     lengths = AdaptiveLength()
     lengths.begin(0)

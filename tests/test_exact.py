@@ -10,6 +10,7 @@ from tiny_models import perturbed, random_prompts, tiny
 from transformers import PreTrainedModel
 
 import engine
+from engine.heads import DEFAULT_DRAFTER
 from engine.model import EXACT_WIDTH, RaggedModel
 
 QUESTIONS = [
@@ -55,8 +56,9 @@ def plain_texts(two_threads: None) -> dict[int, list[list[int]]]:
 
 
 # (batch, K, drafter): each value of each by default, the whole product under -m slow.
-SAMPLE = [(1, 5, "ngram"), (4, 3, "ngram"), (4, 1, "model")]
-WHOLE = [(batch, k, drafter) for batch in (1, 4) for k in (1, 3, 5) for drafter in ("ngram", "model")]
+SAMPLE = [(1, 5, "ngram"), (4, 1, "model"), (4, 3, DEFAULT_DRAFTER)]
+DRAFTERS = ("ngram", "model", "suffix", "layer_skip:20", DEFAULT_DRAFTER.removeprefix("ngram+"), DEFAULT_DRAFTER)
+WHOLE = [(batch, k, drafter) for batch in (1, 4) for k in (1, 3, 5) for drafter in DRAFTERS]
 
 
 @pytest.mark.parametrize(

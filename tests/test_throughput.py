@@ -384,6 +384,17 @@ def test_a_run(bench: Callable[..., Path], draft: str, capsys: pytest.CaptureFix
     assert "| ours synthetic 0.7 K=2 (not a real drafter) | 4 |" in shown.out
 
 
+def test_cascades_are_no_models_for_others(bench: Callable[..., Path], draft: str) -> None:
+    folder = bench("-d", "suffix", f"ngram+{draft}", "layer_skip:1", "-k", "2", baselines="plain assistant")
+    records = read_records(folder)
+    methods = list(dict.fromkeys(record["method"] for record in records))
+    ours = [f"ours {name} K=2" for name in ("suffix", "ngram+small", "layer_skip:1")]
+    assert methods == ["ours plain", *ours, "transformers plain"]
+    texts = [[r["token_ids"] for r in records if r["method"] == name] for name in methods]
+    assert all(text == texts[0] for text in texts)
+    assert sum(r["accepted_tokens"] for r in records if r["method"] == "ours ngram+small K=2") > 0
+
+
 def test_second_turns_hold_the_first_answer(bench: Callable[..., Path], target: str) -> None:
     folder = bench(baselines="plain")
     records = [r for r in read_records(folder) if r["category"] == "talk" and r["method"] == "transformers plain"]

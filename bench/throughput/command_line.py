@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     )
     models.add_argument(
         "--drafters", "-d", nargs="*", metavar="DRAFTER",
-        help="ngram, synthetic:A (not a real drafter: right with probability A, to see the engine's own costs), or models",
+        help="what engine.load takes: ngram, suffix, layer_skip:N, models, heads, ngram+MODEL; or synthetic:A (not a real "
+        "drafter: right with probability A, to see the engine's own costs)",
     )  # fmt: skip
     models.add_argument(
         "--drafts", nargs="+", metavar="HOW", help="how draft models draw: own (as the target), greedy, sampled"

@@ -1,5 +1,6 @@
 """What a run is asked to do, and the checks that need no model."""
 
+import functools
 import inspect
 import math
 from dataclasses import asdict, dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.throughput.prompts import OWN_PROMPTS, TEMPLATES
+from engine.drafters.named import is_location, label, named, split_stages
 
 BASELINES = ("plain", "lookup", "assistant", "compiled", "no-cache", "flashspec", "economize")
 DEFAULT_BASELINES = ("plain", "lookup", "assistant", "compiled", "flashspec", "economize")
@@ -113,14 +115,15 @@ class Options:
         for drafter in self.drafters:
             if drafter.startswith("synthetic:"):
                 synthetic_acceptance(drafter)
-            elif drafter != "ngram":
-                check_source("drafter", drafter)
-            label = drafter_label(drafter)
-            if label in labels:
+            for location in checkpoints(drafter):
+                check_source("drafter", location)
+            known_as = drafter_label(drafter)
+            if known_as in labels:
                 raise ValueError(
-                    f"drafters must have different names, got {labels[label]} and {drafter}, both {label!r} in the tables"
+                    f"drafters must have different names, got {labels[known_as]} and {drafter}, "
+                    f"both {known_as!r} in the tables"
                 )
-            labels[label] = drafter
+            labels[known_as] = drafter
 
     def _check_load_options(self) -> None:
         import engine
@@ -137,8 +140,13 @@ class Options:
 
     @property
     def draft_models(self) -> tuple[str, ...]:
-        """The drafters that are models."""
-        return tuple(d for d in self.drafters if d != "ngram" and not d.startswith("synthetic:"))
+        """The drafters that are models of their own, which other engines can use too."""
+        return tuple(drafter for drafter in self.drafters if _is_draft_model(drafter))
+
+    @property
+    def draft_checkpoints(self) -> tuple[str, ...]:
+        """Where all that is loaded for the drafters is, heads included."""
+        return tuple(location for drafter in self.drafters for location in checkpoints(drafter))
 
     def as_dict(self) -> dict[str, Any]:
         """All that changes what is measured, ready for JSON; not where it is written."""
@@ -174,8 +182,19 @@ def synthetic_acceptance(drafter: str) -> float:
     return acceptance
 
 
+def checkpoints(drafter: str) -> list[str]:
+    """The locations in a drafter's name."""
+    synthetic = drafter.startswith("synthetic:")
+    return [] if synthetic else [part for part in split_stages(drafter) if is_location(part)]
+
+
+@functools.cache
+def _is_draft_model(drafter: str) -> bool:
+    return checkpoints(drafter) == [drafter] and isinstance(named(drafter), str)
+
+
 def drafter_label(drafter: str) -> str:
     """What the tables call a drafter."""
     if drafter.startswith("synthetic:"):
         return f"synthetic {synthetic_acceptance(drafter):g}"
-    return Path(drafter).name
+    return label(drafter)

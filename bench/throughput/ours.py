@@ -34,7 +34,7 @@ class Ours(Method):
     """An engine of its own over the shared target.
 
     Args:
-        drafter: "ngram", "synthetic:A", the name of a draft model, or None for plain decoding.
+        drafter: "synthetic:A", a name as engine.load takes it, or None for plain decoding.
         num_draft_tokens: K, or "auto".
         verification: the rule.
         drafts: "own" (as the target draws), "greedy" or "sampled".
@@ -88,10 +88,10 @@ class Ours(Method):
         )
 
     def _make_drafter(self, bed: Bed) -> Any:
-        if self.drafter is None or self.drafter == "ngram":
-            return self.drafter
-        if self.synthetic:
+        if self.drafter is not None and self.synthetic:
             return SyntheticDrafter(synthetic_acceptance(self.drafter), bed.vocab_size, self._seed)
+        if self.drafter not in bed.ours:
+            return self.drafter
         kind = {"own": engine.DraftModel, "greedy": GreedyDrafts, "sampled": SampledDrafts}[self.drafts]
         return kind(*bed.ours[self.drafter])
 

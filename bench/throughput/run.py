@@ -43,7 +43,9 @@ def describe(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
             found["versions"][package] = None
     found["code"] = _digest(*(path.read_text() for path in sorted(chain(*(home.rglob("*.py") for home in CODE)))))
     texts = _digest(*(json.dumps(asdict(prompt)) for prompt in prompts))
-    models = {name: _files(name) for name in (options.target, *options.draft_models) if name and Path(name).exists()}
+    models = {
+        name: _files(name) for name in (options.target, *options.draft_checkpoints) if name and Path(name).exists()
+    }
     chosen = options.as_dict() | {"target": options.target or Path(find_model()).name}
     about = {"options": chosen, "prompts": f"{len(prompts)} prompts, {texts}", "environment": found}
     return about | {"models": models}

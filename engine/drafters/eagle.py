@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from ..backend import DRAFT, SAMPLE, RowStats, sample
 from ..model import RaggedModel
 from ..packing import pack_linears
 from ..state import BatchState, Proposal, Verdict
-from .eagle_model import EagleModel, eagle_config
-from .head_files import HeadFiles, fill, read_head
+from .eagle_files import build
+from .eagle_model import EagleModel
+from .head_files import HeadFiles, read_head
 
 MIN_REACH = 0.1  # drafting ends where a draft is less likely than this to be accepted, on a CPU, where looking is free
 
@@ -32,6 +32,9 @@ class EagleDrafter:
         min_reach: on a CPU, and where drafts are greedy, drafting ends when the product of the head's probabilities of its
             drafts falls below this.
         source: where the head is from, for messages.
+
+    Raises:
+        ValueError: naming the argument, the value and the rule.
     """
 
     def __init__(
@@ -42,8 +45,13 @@ class EagleDrafter:
         min_reach: float = MIN_REACH,
         source: Any = "drafter",
     ) -> None:
-        if not 0 <= min_reach <= 1:
+        if not isinstance(greedy, bool):
+            raise ValueError(f"greedy must be True or False, got {greedy!r}")
+        if not isinstance(min_reach, int | float) or not 0 <= min_reach <= 1:
             raise ValueError(f"min_reach must be in [0, 1], got {min_reach!r}")
+        count = model.config.num_features if model.config.eagle == 3 else 1
+        if layers is not None and len(layers) != count:
+            raise ValueError(f"layers must be {count} hidden states, as the head was made for so many, got {layers!r}")
         self.model, self.greedy, self.min_reach, self._source = model, greedy, min_reach, source
         self.layers = layers
         self._ragged: RaggedModel | None = None
@@ -57,7 +65,7 @@ class EagleDrafter:
             ValueError: for tensors that are missing, extra or of another shape than the config says.
         """
         model, layers = build(files)
-        return cls(model, layers, source=files.folder, **options)
+        return cls(model, **{"layers": layers, "source": files.folder, **options})
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> "EagleDrafter":
@@ -70,31 +78,45 @@ class EagleDrafter:
         Raises:
             ValueError: if the head was made for a target of another size.
         """
-        config, num_layers = self.model.config, target.config.num_hidden_layers
-        usual = (2, num_layers // 2, num_layers - 3) if config.eagle == 3 else (num_layers,)
-        self.layers = self.layers or usual
-        if max(self.layers) > num_layers or min(self.layers) < 0:
-            raise ValueError(
-                f"{self._source} reads hidden states {list(self.layers)}, but the target has {num_layers} layers"
-            )
+        config, count = self.model.config, target.config.num_hidden_layers
+        usual = (2, count // 2, count - 3) if config.eagle == 3 else (count,)
+        layers = self.layers or usual
+        if max(layers) > count or min(layers) < 0:
+            raise ValueError(f"{self._source} reads hidden states {list(layers)}, but the target has {count} layers")
         for name, own, theirs in (
             ("hidden size", config.feature_size, target.config.hidden_size),
             ("vocabulary", config.vocab_size, target.vocab_size),
         ):
             if own != theirs:
                 raise ValueError(f"{self._source} was made for a target of {name} {own}, but the target has {theirs}")
-        self.model.to(target.device, target.dtype)  # type: ignore[arg-type]  # a wrapper hides the signature
-        head = target.model.get_output_embeddings()
-        self.model.borrow(target.model.get_input_embeddings(), None if config.eagle == 3 else head)
+        self.model.place(target.device, target.dtype)
+        self._borrow(target)
         self._target_ids = self.model.target_ids
-        if self.model.head_is_targets:
-            with torch.no_grad():
-                self.model.lm_head.weight.copy_(head.weight[self._target_ids])
-            self.model.head_is_targets = False
         pack_linears(self.model)
-        self._target, self._hidden = target, target.keep_hidden_states(self.layers)
+        self._target, self._hidden = target, target.keep_hidden_states(layers)
         self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
+        if not _is_dynamic(config):  # such rotary embeddings go on; heads are often trained on short texts
+            self._ragged.context_length = max(self._ragged.context_length, target.context_length)
         self._filled = torch.zeros(target.num_slots, dtype=torch.int64, device=target.device)
+
+    def _borrow(self, target: RaggedModel) -> None:
+        """Take from the target what the checkpoint has not."""
+        model, config = self.model, self.model.config
+        embeddings: Any = target.model.get_input_embeddings()
+        head: Any = target.model.get_output_embeddings()
+        for name, missing, size in (
+            ("embed_tokens.weight", model.own_embeddings is None, embeddings.weight.shape[1]),
+            ("lm_head.weight", model.head_is_targets or config.eagle != 3, head.weight.shape[1]),
+        ):
+            if missing and size != config.hidden_size:
+                raise ValueError(
+                    f"{self._source} must hold {name}, as the target's is of size {size} and not {config.hidden_size}"
+                )
+        model.borrow(embeddings, None if config.eagle == 3 else head)
+        if model.head_is_targets:
+            with torch.no_grad():
+                model.lm_head.weight.copy_(head.weight[model.target_ids])
+            model.head_is_targets = False
 
     @property
     def ragged(self) -> RaggedModel:
@@ -137,15 +159,16 @@ class EagleDrafter:
                 chosen = logits.float().amax(-1)
                 confidence.append((chosen - logits.float().logsumexp(-1)).exp())
                 reach = reach * confidence[-1]
-                if reach.device.type == "cpu" and not bool((reach[state.active] >= self.min_reach).any()):
+                if _can_look(state) and not bool((reach[state.active] >= self.min_reach).any()):
                     break
         tokens = torch.cat([tokens for tokens, _, _ in steps], dim=1).where(can_draft, -1)
         if one_hot:
-            return Proposal(tokens, confidence=torch.cat(confidence, dim=1).clamp(max=1 - 1e-6))
+            return Proposal(tokens, confidence=torch.cat(confidence, dim=1).nan_to_num(0.0).clamp(max=1 - 1e-6))
         if state.coupled:
             return Proposal(tokens)
-        rows = [torch.cat(field, dim=1) for field in zip(*(stats for _, _, stats in steps), strict=True)]
-        return Proposal(tokens, torch.cat([self._of_target(logits) for _, logits, _ in steps], dim=1), RowStats(*rows))
+        stats = RowStats(*(torch.cat(field, dim=1) for field in zip(*(stats for _, _, stats in steps), strict=True)))
+        stats = stats._replace(argmax=self._target_ids[stats.argmax.clamp(min=0)])
+        return Proposal(tokens, torch.cat([self._of_target(logits) for _, logits, _ in steps], dim=1), stats)
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Every new token of a row is one more position to read; a round with drafts began by reading those before."""
@@ -153,18 +176,21 @@ class EagleDrafter:
         self._behind = width if width > 1 else self._behind + 1
 
     def graph_key(self) -> Hashable | None:
-        """What `propose` depends on beside the state: where buffers end, and how many columns catch up."""
-        return self.ragged.cache.capacity, self._behind
+        """What `propose` depends on beside the state: where buffers end, and how many columns catch up.
+
+        None before there are hidden states: nothing is drafted then, and no buffers are made.
+        """
+        return (self.ragged.cache.capacity, self._behind) if self._hidden.states.numel() else None
 
     def _catch_up(self, state: BatchState) -> Tensor:
         """Read the positions that got their hidden states since the last draft; the feature [B, 1, H] after the last."""
         filled = self._filled[state.rows]
         missing = (state.seq_lens - filled) * state.active
-        on_cpu = missing.device.type == "cpu"  # where looking is free
-        width = max(int(missing.max()) if on_cpu else self._behind, 1)
-        at = filled[:, None] + torch.arange(width, device=filled.device)
+        width = int(missing.max()) if _can_look(state) else min(self._behind, state.max_text_length)
+        at = filled[:, None] + torch.arange(max(width, 1), device=filled.device)
         features = self._features(state, at)["hidden_states"]
-        hidden = self._call(state, state.gather(at + 1), filled, missing, 0, features)
+        tokens = state.gather((at + 1).clamp(max=state.tokens.shape[1] - 1))  # rows that lack less end sooner
+        hidden = self._call(state, tokens, filled, missing, 0, features)
         self._filled[state.rows] = torch.where(state.active, state.seq_lens, filled)
         last = (missing - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[-1])
         return hidden.gather(1, last)
@@ -175,13 +201,13 @@ class EagleDrafter:
     def _call(
         self, state: BatchState, tokens: Tensor, start: Tensor, valid: Tensor, extra: int, features: Tensor
     ) -> Tensor:
-        length = state.max_text_length + extra
         return self.ragged.call(
-            tokens, start, valid, state.rows, length, with_head=False, hidden_states=features.to(self.ragged.dtype)
-        )
+            tokens.clamp(min=0), start, valid, state.rows, state.max_text_length + extra, with_head=False,
+            hidden_states=features.to(self.ragged.dtype),
+        )  # fmt: skip
 
     def _draw(self, state: BatchState, logits: Tensor, step: int) -> tuple[Tensor, Tensor, RowStats]:
-        """Target ids [B, 1], the draft logits [B, 1, V_draft] and their stats."""
+        """Target ids [B, 1], -1 where logits are no distribution; the draft logits [B, 1, V_draft] and their stats."""
         if state.coupled and not (self.greedy or state.all_greedy):  # the target's noise goes by its ids
             draws = sample(
                 self._of_target(logits), **state.sampling, seed=state.seed, position=state.position + step,
@@ -194,7 +220,8 @@ class EagleDrafter:
         draws = sample(
             logits, **sampling, seed=state.seed, position=state.position + step, origin=state.position, stream=DRAFT
         )
-        return self._target_ids[draws.tokens.clamp(min=0)], logits, draws.stats
+        tokens = self._target_ids[draws.tokens.clamp(min=0)].where(draws.tokens >= 0, -1)
+        return tokens, logits, draws.stats
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """[..., V_draft] to [..., V_target]; what is in the target's vocabulary alone gets -inf."""
@@ -205,47 +232,11 @@ class EagleDrafter:
         return whole
 
 
-def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
-    """The network in a folder, and the hidden states that it reads, if the folder says so.
+def _can_look(state: BatchState) -> bool:
+    """Whether values on the device can be read without waiting for it."""
+    return state.tokens.device.type == "cpu"
 
-    Raises:
-        ValueError: for tensors that are missing, extra or of another shape than the config says.
-    """
-    config, tensors = files.config, dict(files.tensors)
-    tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
-    embeddings = tensors.pop("embed_tokens.weight", None)
-    eagle3 = "layers.0.hidden_norm.weight" in tensors or config.get("speculators_model_type") == "eagle3"
-    layer = dict(config.get("transformer_layer_config") or config)
-    kind = layer.pop("model_type", "llama")
-    if kind not in ("llama", "qwen3"):
-        raise ValueError(f"{files.folder} must hold a head with layers of llama or qwen3, got {kind!r}")
-    layer_config = AutoConfig.for_model(kind, **{**layer, "num_hidden_layers": layer.get("num_hidden_layers", 1)})
-    if eagle3 and "t2d" in tensors:
-        layer_config.vocab_size = tensors["t2d"].shape[0]
-    elif "target_vocab_size" in config:
-        layer_config.vocab_size = files.number("target_vocab_size")
-    feature_size = config.get("target_hidden_size") or layer_config.hidden_size
-    layers = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
-    own = eagle_config(
-        layer_config,
-        eagle=3 if eagle3 else 1,
-        feature_size=feature_size,
-        num_features=len(layers) if layers else 3,
-        draft_vocab_size=config.get("draft_vocab_size") or layer_config.vocab_size,
-        fc_bias="fc.bias" in tensors,
-        **{
-            name: bool(config.get(name))
-            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        },
-    )
-    model = EagleModel(own)
-    missing = fill(model, tensors, files.folder, optional=("lm_head.weight",))
-    model.head_is_targets = "lm_head.weight" in missing
-    if embeddings is not None:
-        expected = [own.vocab_size, own.hidden_size]
-        if list(embeddings.shape) != expected:
-            raise ValueError(f"{files.folder}: embed_tokens.weight must be {expected}, got {list(embeddings.shape)}")
-        model.own_embeddings = torch.nn.Embedding.from_pretrained(embeddings)
-    return model, tuple(layers) if layers else None
+
+def _is_dynamic(config: Any) -> bool:
+    """Whether rotary frequencies depend on the length of a text."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in ("longrope", "dynamic")

@@ -93,6 +93,13 @@ class EagleModel(PreTrainedModel):
         ids = torch.arange(self.config.draft_vocab_size, device=self.device)
         return ids + self.d2t if hasattr(self, "d2t") else ids
 
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move to a device and a dtype, but leave the rotary frequencies in float32: rounded, they tell positions apart badly."""
+        exact = dict(self.rotary_emb.named_buffers())
+        self.to(device, dtype)  # type: ignore[arg-type]  # a wrapper hides the signature
+        for name, buffer in exact.items():
+            setattr(self.rotary_emb, name, buffer.to(device))
+
     def borrow(self, embed_tokens: nn.Module, lm_head: nn.Module | None = None) -> None:
         """Use these of the target; they are no part of this module's own tensors."""
         self._borrowed["embed_tokens"] = embed_tokens
@@ -130,20 +137,28 @@ class EagleModel(PreTrainedModel):
         """Features [B, W, H] of the next positions."""
         embeddings = self.get_input_embeddings()(input_ids).to(hidden_states.dtype)
         shared = dict(
-            attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
             position_embeddings=self.rotary_emb(hidden_states, position_ids),
         )
-        first, *rest = self.layers
+        own = [shared | self._attention(index, attention_mask) for index in range(len(self.layers))]
         if self.config.eagle == 3:
-            hidden = self._first_of_eagle3(first, embeddings, hidden_states, shared)
+            hidden = self._first_of_eagle3(self.layers[0], embeddings, hidden_states, own[0])
         else:
-            hidden = first(self.fc(torch.cat([embeddings, hidden_states], dim=-1)), **shared)
-        for layer in rest:
-            hidden = layer(hidden, **shared)
+            hidden = self.layers[0](self.fc(torch.cat([embeddings, hidden_states], dim=-1)), **own[0])
+        for layer, arguments in zip(self.layers[1:], own[1:], strict=True):
+            hidden = layer(hidden, **arguments)
         return (self.norm(hidden) if self.config.eagle == 3 and self.config.norm_output else hidden,)
+
+    def _attention(self, index: int, mask: Any) -> dict[str, Any]:
+        """What tells a layer its window, if it has one; transformers' llama layers know of none themselves."""
+        kinds = getattr(self.config, "layer_types", None)
+        kind = kinds[index] if kinds else None
+        found = {"attention_mask": mask[kind] if isinstance(mask, dict) else mask}
+        if kind == "sliding_attention" and self.config.model_type == "llama":
+            found["sliding_window"] = self.config.sliding_window
+        return found
 
     def _first_of_eagle3(self, layer: Any, embeddings: Tensor, feature: Tensor, shared: dict[str, Any]) -> Tensor:
         normed = layer.hidden_norm(feature)

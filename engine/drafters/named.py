@@ -1,8 +1,9 @@
-"""Drafters by name: "ngram", "suffix", "layer_skip:N", a checkpoint's location, or a cascade of these, "ngram+FOLDER"."""
+"""Drafters by name: "ngram", "suffix", "layer_skip:N", a packaged head, a checkpoint's location, or a cascade, "ngram+FOLDER"."""
 
 import re
 from pathlib import Path
 
+from ..heads import find_head
 from .base import Drafter
 from .layer_skip import LayerSkipDrafter
 from .ngram import NGramDrafter
@@ -35,14 +36,14 @@ def named(name: str, in_cascade: bool = False) -> Drafter | str:
         if not exit_layer.isdigit():
             raise ValueError(f"drafter layer_skip:N must have a number of layers N, got {exit_layer!r}")
         return LayerSkipDrafter(exit_layer=int(exit_layer))
-    return recognise(name) or name
+    return recognise(find_head(name) or name) or name
 
 
-def is_model(name: str) -> bool:
-    """Whether a part of a name is a checkpoint's location."""
-    return name not in ("ngram", "suffix") and not name.startswith("layer_skip:")
+def is_location(name: str) -> bool:
+    """Whether a part of a name says where a checkpoint is."""
+    return name not in ("ngram", "suffix") and not name.startswith("layer_skip:") and find_head(name) is None
 
 
 def label(name: str) -> str:
     """A name for tables: the last part of a location."""
-    return "+".join(Path(part).name if is_model(part) else part for part in split_stages(name))
+    return "+".join(Path(part).name if is_location(part) else part for part in split_stages(name))

@@ -1,6 +1,7 @@
 """The target answers the prompts: the texts that a drafter learns from."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,9 @@ from tqdm import tqdm
 
 from ..config import SamplingParams
 from ..engine import Engine
+from .files import no_room
+
+_BATCHES_PER_GROUP = 8
 
 
 class Answer(NamedTuple):
@@ -19,40 +23,71 @@ class Answer(NamedTuple):
 
 
 def read_answers(file: Path) -> list[Answer]:
-    """All whole lines; a last one that was cut off while it was written does not count."""
+    """All whole lines; a last one that was cut off while it was written does not count.
+
+    Raises:
+        ValueError: for any other line that holds no answer.
+    """
     if not file.exists():
         return []
-    lines = file.read_text(encoding="utf-8").split("\n")
-    return [Answer(**json.loads(line)) for line in lines[:-1]]
+    answers = []
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            answers.append(Answer(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file}:{number} must be an answer, as a training wrote it: {error}") from error
+    return answers
 
 
 def answer_prompts(
-    llm: Engine, prompts: Sequence[Any], file: Path, temperatures: Sequence[float], max_new_tokens: int, seed: int
+    llm: Engine,
+    prompts: Sequence[Any],
+    file: Path,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    seed: int,
+    max_length: int | None = None,
 ) -> list[Answer]:
     """Have all prompts answered, appending to `file`; what is in there already is kept and not done again.
+
+    Prompts are answered in groups that do not depend on interruptions (rounding may depend on who shares a batch): the
+    rest of a group of which not all was written is done again.
 
     Args:
         prompts: as `Engine.generate` takes them.
         temperatures: prompt i is answered at the temperature i modulo their number.
-        seed: prompt i has seed + i, so that the file does not depend on interruptions.
+        seed: prompt i has seed + i.
+        max_length: of a prompt, in token ids then, with its answer; None: the engine's.
+
+    Raises:
+        OSError: if an answer cannot be written; those before it stay.
     """
+    size = _BATCHES_PER_GROUP * llm.config.max_batch_size
     done = read_answers(file)
+    if len(done) < len(prompts):
+        done = done[: len(done) // size * size]
     if file.exists():  # without what was cut off
-        _write(file, done, mode="w")
+        with no_room(file):
+            os.truncate(file, _length_of(file, len(done)))
     params = [
-        SamplingParams(temperature=temperatures[i % len(temperatures)], max_new_tokens=max_new_tokens, seed=seed + i)
-        for i in range(len(prompts))
+        SamplingParams(
+            temperature=temperatures[i % len(temperatures)],
+            max_new_tokens=max_new_tokens if max_length is None else min(max_new_tokens, max_length - len(prompt)),
+            seed=seed + i,
+        )
+        for i, prompt in enumerate(prompts)
     ]
     tokens = sum(len(answer.token_ids) for answer in done)
     with tqdm(total=len(prompts), initial=len(done), unit="prompt", desc="answers") as bar:
-        for begin in range(len(done), len(prompts), 8 * llm.config.max_batch_size):
-            group = range(begin, min(begin + 8 * llm.config.max_batch_size, len(prompts)))
+        for begin in range(len(done), len(prompts), size):
+            group = range(begin, min(begin + size, len(prompts)))
             # Rows of like length together: attention reads as far as the longest of a batch.
             order = sorted(group, key=lambda i: len(str(prompts[i])))
             outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order])
             found = {i: Answer(out.prompt_token_ids, out.token_ids) for i, out in zip(order, outputs, strict=True)}
             new = [found[i] for i in group]
-            _write(file, new, mode="a")
+            with no_room(file), file.open("a", encoding="utf-8") as out:
+                out.writelines(json.dumps(answer._asdict()) + "\n" for answer in new)
             done += new
             tokens += sum(len(answer.token_ids) for answer in new)
             bar.update(len(group))
@@ -60,6 +95,7 @@ def answer_prompts(
     return done
 
 
-def _write(file: Path, answers: Sequence[Answer], mode: str) -> None:
-    with file.open(mode, encoding="utf-8") as out:
-        out.writelines(json.dumps(answer._asdict()) + "\n" for answer in answers)
+def _length_of(file: Path, lines: int) -> int:
+    """Bytes of the first lines."""
+    with file.open("rb") as opened:
+        return sum(len(opened.readline()) for _ in range(lines))

@@ -18,13 +18,21 @@ class Batch(NamedTuple):
     """Texts side by side, padded at the end."""
 
     tokens: Tensor  # [B, T] int64
-    hidden: Tensor  # [B, T, F]
+    hidden: Tensor  # [B, T, F], of the target's dtype
     lengths: Tensor  # [B] int64
     prompt_lengths: Tensor  # [B] int64
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device."""
+        return Batch(*(tensor.to(device) for tensor in self))
+
 
 def batches(files: Sequence[Path], tokens_per_batch: int, seed: int, epoch: int) -> Iterator[Batch]:
-    """All texts once; those of a batch have prompts of like length."""
+    """All texts once, on the CPU; those of a batch have prompts of like length.
+
+    Args:
+        tokens_per_batch: padding included; a text that is longer is a batch of its own.
+    """
     rng = random.Random(f"{seed}/{epoch}")
     order = list(files)
     rng.shuffle(order)

@@ -5,6 +5,7 @@ Its step s reads the text's token j + 1 + s and the feature that step s - 1 gave
 j), attends to the first steps of positions up to j and to the chain's own steps, and predicts the token j + 2 + s.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -13,9 +14,15 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..drafters.eagle_model import EagleModel, eagle_config
+from ..drafters.layer_skip import DecoderLayers
+from ..support import context_length
 from .batches import Batch
-from .heads import weight_of
 from .soft_labels import soft_cross_entropy
+from .target_head import TargetHead
+
+_LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # a head's layer has all that theirs have, biases apart
+# Rotary embeddings that do not change with the length of the text.
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class Eagle3Training(nn.Module):
@@ -44,33 +51,32 @@ class Eagle3Training(nn.Module):
         config = target.config.get_text_config()
         self.layers, self.num_steps, self.step_decay, self.freeze_head = layers, num_steps, step_decay, freeze_head
         self.head = EagleModel(head_config(config, len(layers), len(draft_ids), intermediate_size)).float()
-        weights = weight_of(target.get_output_embeddings()).float()
-        self.embeddings = nn.Embedding.from_pretrained(weight_of(target.get_input_embeddings()).float())
+        # A copy of the module: some scale what they look up.
+        self.embeddings = copy.deepcopy(target.get_input_embeddings()).float().requires_grad_(False)
         self.head.borrow(self.embeddings)
+        self.target_head = TargetHead.of(target)
+        self.target_rows = self.target_head.rows(draft_ids)
         with torch.no_grad():
-            self.head.lm_head.weight.copy_(weights[draft_ids])
+            self.head.lm_head.weight.copy_(self.target_rows.weight)
             if hasattr(self.head, "d2t"):
                 self.head.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
                 self.head.t2d[draft_ids] = True
+            start_as_last_layer(self.head, target)
         self.head.lm_head.weight.requires_grad = not freeze_head
-        self.target_rows: Tensor
-        self.target_head: Tensor
         self.draft_ids: Tensor
-        self.register_buffer("target_rows", weights[draft_ids].to(torch.bfloat16), persistent=False)
-        self.register_buffer("target_head", weights.to(torch.bfloat16), persistent=False)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
 
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """The loss, and for each step the number of chains and of those whose draft the target would accept greedily."""
         first = max(int(batch.prompt_lengths.min()) - 2, 0)  # chains before that belong to no answer
-        size = self.target_rows.shape[1]
+        size = self.target_rows.weight.shape[1]
         features = batch.hidden if len(self.layers) * size == batch.hidden.shape[-1] else batch.hidden[..., :-size]
         final = batch.hidden[:, first + 1 :, -size:]
         tokens, count = batch.tokens, batch.tokens.shape[1] - 1 - first
         chain = torch.arange(first, tokens.shape[1] - 1, device=tokens.device)
         answers = chain >= batch.prompt_lengths[:, None] - 2
         with torch.no_grad():  # row [b, c + s] is the label of chain c's step s
-            labels = (final.to(torch.bfloat16) @ self.target_rows.T).float().softmax(-1).to(torch.bfloat16)
+            labels = self.target_rows(final).softmax(-1).to(torch.bfloat16)
             chosen = labels.argmax(-1) if self.training else self._argmax(final)
         row = torch.arange(labels[..., 0].numel(), device=tokens.device).view(chosen.shape)
         unroll = Unroll(self.head, tokens, self.head.fuse(features[:, :-1].to(self.head.fc.weight.dtype)), first)
@@ -93,8 +99,8 @@ class Eagle3Training(nn.Module):
         return loss, outcomes
 
     def _argmax(self, hidden: Tensor) -> Tensor:
-        """Over the target's whole vocabulary: [B, T] int64."""
-        return torch.stack([(row.to(torch.bfloat16) @ self.target_head.T).argmax(-1) for row in hidden])
+        """Over the target's whole vocabulary: [B, T] int64, for hidden [B, T, H]."""
+        return torch.stack([self.target_head(row).argmax(-1) for row in hidden])
 
     def tensors(self) -> dict[str, Tensor]:
         """What is saved, in bfloat16; without the output matrix where it is the target's."""
@@ -165,8 +171,34 @@ class Unroll:
         return output.reshape(batch, heads, count, size).transpose(1, 2).flatten(2)
 
 
+def start_as_last_layer(head: EagleModel, target: PreTrainedModel) -> None:
+    """Copy what the head's layer has in common with the target's last one, if that is of a llama's kind.
+
+    The head then begins as a layer that carries on from the last hidden states but one that it reads, and looks at no
+    embeddings; from there it learns in half the tokens that it needs from random weights.
+    """
+    if target.config.get_text_config().model_type not in _LIKE_LLAMA:
+        return
+    own: Any = head.layers[0]
+    theirs: Any = DecoderLayers(target).layers[-1]
+    size = target.config.get_text_config().hidden_size
+    for name, part in theirs.named_modules():
+        if name.endswith(("q_proj", "k_proj", "v_proj")):
+            projection = own.get_submodule(name).weight
+            projection[:, :size] = 0
+            projection[:, size:] = part.weight
+        elif name.endswith("_proj"):
+            own.get_submodule(name).weight.copy_(part.weight)
+    own.hidden_norm.weight.copy_(theirs.input_layernorm.weight)
+    own.post_attention_layernorm.weight.copy_(theirs.post_attention_layernorm.weight)
+    head.norm.weight.copy_(target.base_model.get_submodule("norm").weight)
+    if head.config.num_features > 1:
+        head.fc.weight.zero_()
+        head.fc.weight[:, -2 * size : -size] = torch.eye(size)
+
+
 def head_config(target: Any, num_features: int, draft_vocab_size: int, intermediate_size: int | None) -> Any:
-    """A llama layer of the target's size."""
+    """A llama layer of the target's size, with the target's rotary embedding where it has one that a llama knows."""
     heads = target.num_attention_heads
     layer = LlamaConfig(
         vocab_size=target.vocab_size,
@@ -176,11 +208,21 @@ def head_config(target: Any, num_features: int, draft_vocab_size: int, intermedi
         num_attention_heads=heads,
         num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
-        max_position_embeddings=target.max_position_embeddings,
+        max_position_embeddings=context_length(target),
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-5),
-        rope_parameters=getattr(target, "rope_parameters", None),
+        rope_parameters=_rope(target),
         tie_word_embeddings=False,
     )
     return eagle_config(
         layer, num_features=num_features, feature_size=target.hidden_size, draft_vocab_size=draft_vocab_size
     )
+
+
+def _rope(target: Any) -> dict[str, Any] | None:
+    """Of the target's full attention, over whole heads; without what changes with the length of the text."""
+    rope = getattr(target, "rope_parameters", None) or {}
+    rope = {name: value for name, value in rope.get("full_attention", rope).items() if name != "partial_rotary_factor"}
+    if not rope:
+        return None
+    fixed = rope.get("rope_type", "default") in _FIXED_ROPE
+    return rope if fixed else {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}

@@ -1,13 +1,13 @@
 """An EAGLE-3 head as a checkpoint in the speculators format, which other servers read too."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
 from .eagle3 import Eagle3Training
+from .files import replacing
 
 _KEPT = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -24,21 +24,15 @@ def save_eagle3(training: Eagle3Training, folder: Path, target: str, architectur
     Args:
         target: what it is a drafter for.
         architecture: the target's.
+
+    Raises:
+        OSError: if there is no room; a file that was there is still there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, write in (
-        ("model.safetensors", lambda file: save_file(training.tensors(), file, metadata={"format": "pt"})),
-        (
-            "config.json",
-            lambda file: file.write_text(json.dumps(config(training, target, architecture), indent=2) + "\n"),
-        ),
-    ):
-        partial = folder / f"{name}.partial"
-        try:
-            write(partial)
-            os.replace(partial, folder / name)
-        finally:
-            partial.unlink(missing_ok=True)
+    with replacing(folder / "model.safetensors") as partial:
+        save_file(training.tensors(), partial, metadata={"format": "pt"})
+    with replacing(folder / "config.json") as partial:
+        partial.write_text(json.dumps(config(training, target, architecture), indent=2) + "\n", encoding="utf-8")
 
 
 def config(training: Eagle3Training, target: str, architecture: str) -> dict[str, Any]:

@@ -5,21 +5,29 @@ al., arXiv 1503.02531; for drafting, Zhou et al., arXiv 2310.08461) into a copy 
 """
 
 import copy
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..config import check_int
 from ..drafters.medusa import MedusaDrafter, MedusaHeads
 from ..drafters.mlp import MlpSpeculator, MlpSpeculatorDrafter
 from .batches import Batch
+from .target_head import TargetHead, weight_of
 
 MAX_CHAINS = 1024  # of a batch, evenly spread: rows of the whole vocabulary are large
+_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in a config, with an entry for each layer
 
 
 class HeadTraining(nn.Module):
     """What the three have in common: labels from the target's last hidden states, and the loss.
+
+    A chain starts at a position j of the text, one before the answer or later; its draft s (from 0) is of the token at
+    j + 2 + s. The label of that is what the target says from its hidden state at j + 1 + s.
 
     Args:
         target: not changed.
@@ -29,132 +37,157 @@ class HeadTraining(nn.Module):
 
     def __init__(self, target: PreTrainedModel, num_steps: int, step_decay: float = 0.9) -> None:
         super().__init__()
-        self.target_head: Tensor
-        self.register_buffer("target_head", weight_of(target.get_output_embeddings()).bfloat16(), persistent=False)
+        check_int("num_steps", num_steps, 1)
+        self.target_head = TargetHead.of(target)
         self.num_steps, self.step_decay = num_steps, step_decay
 
-    def chains(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Rows and start positions of chains, [M] int64 each: all whose last draft still has a label."""
+    def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """The loss and, for each draft, [2] int64: chains whose earlier drafts stood, and those where it stands too."""
+        rows, starts = self._chains(batch)
+        final, loss = self.final(batch), torch.zeros((), device=batch.tokens.device)
+        right = torch.ones_like(rows, dtype=torch.bool)
+        outcomes: list[Tensor] = []
+        for step, logits in enumerate(self.drafts(batch, rows, starts)):
+            at = starts + 1 + step
+            there = at < batch.lengths[rows]  # a text's last draft has no label any more
+            if not bool(there.any()):
+                break
+            with torch.no_grad():
+                wanted = self.target_head(final[rows[there], at[there]])
+            found = logits[there].float()
+            loss = loss - self.step_decay**step * (wanted.softmax(-1) * found.log_softmax(-1)).sum(-1).mean()
+            before = right & there
+            right = torch.zeros_like(right)
+            right[there] = before[there] & (found.argmax(-1) == wanted.argmax(-1))
+            outcomes.append(torch.stack([before.sum(), right.sum()]))
+        return loss, outcomes
+
+    def drafts(self, batch: Batch, rows: Tensor, starts: Tensor) -> Iterator[Tensor]:
+        """Logits [M, V] for draft after draft of the M chains; those whose label lies behind the text may be anything."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint that `engine.load(drafter=folder)` reads, in bfloat16."""
+        raise NotImplementedError
+
+    def final(self, batch: Batch) -> Tensor:
+        """What the target's head reads: [B, T, H]."""
+        return batch.hidden[..., -self.target_head.weight.shape[1] :]
+
+    def _chains(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Rows and start positions of chains, [M] int64 each."""
         place = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        good = (place >= batch.prompt_lengths[:, None] - 2) & (place + self.num_steps < batch.lengths[:, None])
+        good = (place >= batch.prompt_lengths[:, None] - 2) & (place + 1 < batch.lengths[:, None])
         rows, starts = good.nonzero(as_tuple=True)
         if len(rows) > MAX_CHAINS:
             some = torch.linspace(0, len(rows) - 1, MAX_CHAINS, device=rows.device).long()
             rows, starts = rows[some], starts[some]
         return rows, starts
 
-    def final(self, batch: Batch) -> Tensor:
-        """What the target's head reads: [B, T, H]."""
-        return batch.hidden[..., -self.target_head.shape[1] :]
-
-    def compare(self, logits: Tensor, label_hidden: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy of logits [M, V] to the target's distribution, an outcome, and which chains still stand."""
-        with torch.no_grad():
-            wanted = (label_hidden.to(torch.bfloat16) @ self.target_head.T).float()
-            label = wanted.softmax(-1)
-        entropy = -(label * logits.float().log_softmax(-1)).sum(-1).mean()
-        now = right & (logits.argmax(-1) == wanted.argmax(-1))
-        return entropy, torch.stack([right.sum(), now.sum()]), now
-
-    def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """The loss and the outcomes of each draft."""
-        rows, starts = self.chains(batch)
-        final, loss = self.final(batch), torch.zeros((), device=batch.tokens.device)
-        outcomes: list[Tensor] = []
-        if not len(rows):
-            return loss, outcomes
-        right = torch.ones_like(rows, dtype=torch.bool)
-        for step, logits in enumerate(self.drafts(batch, rows, starts)):
-            entropy, outcome, right = self.compare(logits, final[rows, starts + 1 + step], right)
-            loss = loss + self.step_decay**step * entropy
-            outcomes.append(outcome)
-        return loss, outcomes
-
-    def drafts(self, batch: Batch, rows: Tensor, starts: Tensor) -> Any:
-        """Logits [M, V] for draft after draft: those of the tokens at starts + 2, starts + 3, ..."""
-        raise NotImplementedError
-
 
 class MedusaTraining(HeadTraining):
-    """Medusa heads that use the target's output matrix."""
+    """Medusa heads that use the target's output matrix.
+
+    Args:
+        num_steps: heads.
+        num_blocks: of each head.
+    """
 
     def __init__(self, target: PreTrainedModel, num_steps: int = 4, num_blocks: int = 1) -> None:
         super().__init__(target, num_steps)
-        self.head = MedusaHeads(self.target_head.shape[1], None, num_steps, num_blocks, output="target").float()
-        self._output = nn.Linear(1, 1, bias=False)
-        self._output.weight = nn.Parameter(self.target_head.float(), requires_grad=False)
+        weight = self.target_head.weight
+        self.head = MedusaHeads(weight.shape[1], None, num_steps, num_blocks, output="target").float()
+        with torch.device("meta"):  # its own weights are not wanted
+            self._output = nn.Linear(weight.shape[1], weight.shape[0], bias=self.target_head.bias is not None)
+        self._output.weight = nn.Parameter(weight, requires_grad=False)
+        if self.target_head.bias is not None:
+            self._output.bias = nn.Parameter(self.target_head.bias, requires_grad=False)
         self.head.borrow(self._output)
 
-    def drafts(self, batch: Batch, rows: Tensor, starts: Tensor) -> Any:
+    def drafts(self, batch: Batch, rows: Tensor, starts: Tensor) -> Iterator[Tensor]:
         hidden = self.final(batch)[rows, starts].float()
         yield from self.head(hidden).unbind(dim=-2)
 
-    def save(self, folder: Any) -> None:
+    def save(self, folder: Path) -> None:
         """As the Medusa repository does."""
-        MedusaDrafter(self.head.to(torch.bfloat16)).save(folder)
+        MedusaDrafter(copy.deepcopy(self.head).to(torch.bfloat16)).save(folder)
 
 
 class MlpTraining(HeadTraining):
-    """An MLP speculator with tied weights, whose embeddings and output matrix start as the target's."""
+    """An MLP speculator with tied weights, whose embeddings and output matrix start as the target's.
+
+    Args:
+        num_steps: the longest draft.
+
+    Raises:
+        ValueError: for a target whose embeddings have another size than its hidden states.
+    """
 
     def __init__(self, target: PreTrainedModel, num_steps: int = 4) -> None:
         super().__init__(target, num_steps)
-        vocab_size, hidden_size = self.target_head.shape
+        vocab_size, hidden_size = self.target_head.weight.shape
         self.head = MlpSpeculator(hidden_size, vocab_size, num_steps, tie_weights=True, scale_input=True).float()
+        embeddings = weight_of(target.get_input_embeddings())
         with torch.no_grad():
-            weight_of(self.head.emb[0]).copy_(weight_of(target.get_input_embeddings()))
-            weight_of(self.head.head[0]).copy_(self.target_head)
+            weight_of(self.head.emb[0]).copy_(embeddings[:vocab_size])
+            weight_of(self.head.head[0]).copy_(self.target_head.weight)
 
-    def drafts(self, batch: Batch, rows: Tensor, starts: Tensor) -> Any:
+    def drafts(self, batch: Batch, rows: Tensor, starts: Tensor) -> Iterator[Tensor]:
         state = self.head.first_state(self.final(batch)[rows, starts].float())
+        last = batch.tokens.shape[1] - 1
         for step in range(self.num_steps):
-            state, logits = self.head(step, state, batch.tokens[rows, starts + 1 + step])
+            state, logits = self.head(step, state, batch.tokens[rows, (starts + 1 + step).clamp(max=last)])
             yield logits
 
-    def save(self, folder: Any) -> None:
+    def save(self, folder: Path) -> None:
         """As a checkpoint of model_type "mlp_speculator"."""
-        MlpSpeculatorDrafter(self.head.to(torch.bfloat16)).save(folder)
+        MlpSpeculatorDrafter(copy.deepcopy(self.head).to(torch.bfloat16)).save(folder)
 
 
 class DraftModelTraining(HeadTraining):
-    """A copy of the target with some of its layers, evenly spread: embeddings, norms and head stay as they are.
+    """A copy of the target with some of its layers, evenly spread; embeddings and head stay as they are.
 
     A draft model sees the text alone, so one draft of a chain is as good as any other, and one is looked at.
+
+    Args:
+        num_layers: kept, in [1, the target's].
+
+    Raises:
+        ValueError: for another number of layers.
     """
 
     def __init__(self, target: PreTrainedModel, num_layers: int = 4) -> None:
         super().__init__(target, num_steps=1)
         config = copy.deepcopy(target.config)
-        count = config.get_text_config().num_hidden_layers
-        if not 1 <= num_layers <= count:
-            raise ValueError(f"num_layers must be in [1, {count}], the target's, got {num_layers}")
-        kept = [round(i * (count - 1) / max(num_layers - 1, 1)) for i in range(num_layers)]
         text = config.get_text_config()
+        count = text.num_hidden_layers
+        check_int("num_layers", num_layers, 1, count)
+        kept = [round(i * (count - 1) / max(num_layers - 1, 1)) for i in range(num_layers)]
+        for name in _PER_LAYER:
+            if getattr(text, name, None):
+                setattr(text, name, [getattr(text, name)[i] for i in kept])
         text.num_hidden_layers = num_layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = [text.layer_types[i] for i in kept]
         self.head: Any = type(target)(config).float()
         theirs = target.state_dict()
-        wanted = self.head.state_dict()
-        self.head.load_state_dict({name: theirs[_of_layer(name, kept)].float() for name in wanted})
-        self.head.get_input_embeddings().weight.requires_grad = False
-        self.head.get_output_embeddings().weight.requires_grad = False
+        self.head.load_state_dict({name: theirs[_of_layer(name, kept)] for name in self.head.state_dict()})
+        for module in (self.head.get_input_embeddings(), self.head.get_output_embeddings()):
+            module.requires_grad_(False)
 
-    def drafts(self, batch: Batch, rows: Tensor, starts: Tensor) -> Any:
+    def train(self, mode: bool = True) -> Self:
+        """Dropout stays off: what a step does must depend on the batch alone."""
+        super().train(mode)
+        self.head.eval()
+        return self
+
+    def drafts(self, batch: Batch, rows: Tensor, starts: Tensor) -> Iterator[Tensor]:
         mask = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) < batch.lengths[:, None]
-        hidden = self.head.base_model(input_ids=batch.tokens, attention_mask=mask, use_cache=False)[0]
-        yield self.head.get_output_embeddings()(hidden[rows, starts + 1])
+        hidden = self.head.base_model(input_ids=batch.tokens, attention_mask=mask.long(), use_cache=False)[0]
+        logits = self.head.get_output_embeddings()(hidden[rows, starts + 1])
+        yield self.target_head.finish(logits)
 
-    def save(self, folder: Any) -> None:
+    def save(self, folder: Path) -> None:
         """As a checkpoint of transformers."""
-        self.head.to(torch.bfloat16).save_pretrained(folder)
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """The weight of an embedding or a linear layer, packed or not; no gradient reaches it."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight.detach()
+        copy.deepcopy(self.head).to(torch.bfloat16).save_pretrained(folder)
 
 
 def _of_layer(name: str, kept: list[int]) -> str:

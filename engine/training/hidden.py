@@ -5,7 +5,6 @@ A file holds some texts, one behind the other. For token t of the file: `tokens[
 [offsets[i], offsets[i + 1]), and its answer begins after `prompt_lengths[i]` tokens.
 """
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .answers import Answer
+from .files import replacing
 
 TEXTS_PER_FILE = 256
 _TOKENS_PER_CALL = 4096
@@ -42,7 +42,7 @@ def keep_hidden_states(
         max_length: texts are cut to so many tokens.
 
     Raises:
-        OSError: before any work, if the disk has no room for them.
+        OSError: before any work, if the disk has no room for them; or if one cannot be written. What is there stays.
     """
     groups = [answers[begin : begin + TEXTS_PER_FILE] for begin in range(0, len(answers), TEXTS_PER_FILE)]
     files = [folder / f"hidden-{index:05}.safetensors" for index in range(len(groups))]
@@ -64,7 +64,7 @@ def keep_hidden_states(
 def _read(
     model: PreTrainedModel, group: Sequence[Answer], layers: Sequence[int], max_length: int, bar: tqdm
 ) -> Iterator[Text]:
-    """The texts of a file, the shortest first: calls are then wide, with little padding."""
+    """The texts of a file. Those of like length are read together, with little padding; the longest first."""
     texts = sorted(((a.prompt_token_ids + a.token_ids)[:max_length], len(a.prompt_token_ids)) for a in group)
     texts.sort(key=lambda text: len(text[0]))
     while texts:
@@ -86,20 +86,14 @@ def _read(
 def _write(file: Path, texts: Sequence[Text]) -> None:
     """Under another name first: a file that is there is whole."""
     lengths = torch.tensor([0, *(len(text.tokens) for text in texts)])
-    partial = file.with_suffix(".partial")
-    try:
-        save_file(
-            {
-                "tokens": torch.cat([text.tokens for text in texts]),
-                "hidden": torch.cat([text.hidden for text in texts]),
-                "offsets": lengths.cumsum(0),
-                "prompt_lengths": torch.tensor([text.prompt_length for text in texts]),
-            },
-            partial,
-        )
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
+    tensors = {
+        "tokens": torch.cat([text.tokens for text in texts]),
+        "hidden": torch.cat([text.hidden for text in texts]),
+        "offsets": lengths.cumsum(0),
+        "prompt_lengths": torch.tensor([text.prompt_length for text in texts]),
+    }
+    with replacing(file) as partial:
+        save_file(tensors, partial)
 
 
 def read_texts(file: Path) -> list[Text]:

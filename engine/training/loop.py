@@ -6,11 +6,12 @@ uninterrupted one does.
 
 import json
 import math
-import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..errors import EngineError
 from .batches import Batch, batches
+from .files import replacing
 
 WARMUP = 0.03  # share of the run in which the learning rate rises
 FINAL_RATE = 0.05  # of the highest learning rate, at the end
@@ -26,10 +29,10 @@ CLIP = 1.0  # largest norm of a gradient
 
 
 class Objective(Protocol):
-    """What is trained: an `nn.Module` that maps a batch to a loss and to its drafts' outcomes.
+    """What is trained: an `nn.Module` that maps a batch, on its own device, to a loss and to its drafts' outcomes.
 
-    Outcomes are one [2] tensor for each position of a draft: chains in which all drafts before it were right, and those of
-    them in which it was right too.
+    Outcomes are one [2] int64 tensor for each position of a draft: chains in which all drafts before it were right, and
+    those of them in which it was right too.
     """
 
     def __call__(self, batch: Batch) -> tuple[Tensor, list[Tensor]]: ...
@@ -42,7 +45,9 @@ class Schedule:
     Attributes:
         epochs: times that every text is seen.
         learning_rate: the highest.
+        weight_decay: of AdamW.
         tokens_per_batch: padding included.
+        seed: of the order of the texts.
         seconds_between_checkpoints: least.
     """
 
@@ -66,6 +71,11 @@ def train(
 
     Returns:
         The lines of the log.
+
+    Raises:
+        ValueError: if the checkpoint is damaged, or of another module.
+        EngineError: if the loss is no finite number any more.
+        OSError: if a checkpoint cannot be written; the one before it stays.
     """
     run = _Run(module, folder, schedule, total_tokens=schedule.epochs * sum(_tokens_in(file) for file in files))
     run.resume()
@@ -81,28 +91,33 @@ def train(
                 bar.set_postfix_str(f"loss {record['loss']:.3f}")
                 run.checkpoint(final=False)
             run.end_epoch(evaluate(module, batches(validation, schedule.tokens_per_batch, 0, 0)))
+    run.write_log()  # should the run have been killed between its last checkpoint and that
     return run.log
 
 
 def evaluate(module: nn.Module, found: Iterator[Batch]) -> dict[str, Any]:
-    """Loss, and acceptance per position of greedy drafts against the target's greedy choice."""
+    """Loss per chain, and acceptance per position of greedy drafts against the target's greedy choice."""
     module.eval()
-    losses, sums = [], None
+    device = _device_of(module)
+    losses, counts = 0.0, 0
+    sums = torch.zeros(0, 2, dtype=torch.int64)
     with torch.no_grad():
         for batch in found:
-            with _autocast(batch.hidden.device):
-                loss, outcomes = module(batch)
-            losses.append(loss.item())
-            stacked = torch.stack(outcomes) if outcomes else None
-            if stacked is not None and (sums is None or sums.shape == stacked.shape):
-                sums = stacked if sums is None else sums + stacked
+            with _autocast(device):
+                loss, outcomes = module(batch.to(device))
+            if not outcomes:
+                continue
+            table = torch.stack(outcomes).cpu()
+            losses, counts = losses + loss.item() * int(table[0, 0]), counts + int(table[0, 0])
+            longest = max(len(sums), len(table))  # a batch of short texts has fewer positions
+            sums = _padded(sums, longest) + _padded(table, longest)
     module.train()
-    return {"loss": sum(losses) / max(len(losses), 1), "acceptance": acceptance(sums)}
+    return {"loss": losses / max(counts, 1), "acceptance": acceptance(sums)}
 
 
-def acceptance(outcomes: Tensor | list[Tensor] | None) -> list[float]:
-    """Of drafts whose predecessors stood, the share that stands: by position."""
-    if outcomes is None or not len(outcomes):
+def acceptance(outcomes: Tensor | list[Tensor]) -> list[float]:
+    """Of drafts whose predecessors stood, the share that stands, by position; outcomes [K, 2]."""
+    if not len(outcomes):
         return []
     table = torch.stack(outcomes) if isinstance(outcomes, list) else outcomes
     return [round(right / max(seen, 1), 4) for seen, right in table.tolist()]
@@ -119,6 +134,7 @@ class _Run:
         )
         self.epoch = self.batch = self.tokens = 0
         self.log: list[dict[str, Any]] = []
+        self._device = _device_of(module)
         self._saved = _now()
 
     def step(self, batch: Batch, tokens: int) -> dict[str, Any]:
@@ -126,8 +142,14 @@ class _Run:
         rate = self.schedule.learning_rate * learning_rate(self.tokens / self.total_tokens)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with _autocast(batch.hidden.device):
-            loss, outcomes = self.module(batch)
+        with _autocast(self._device):
+            loss, outcomes = self.module(batch.to(self._device))
+        value = loss.item()
+        if not math.isfinite(value):
+            raise EngineError(
+                f"the loss is {value} in epoch {self.epoch + 1}, batch {self.batch + 1}: give a lower learning_rate, and "
+                f"another folder to begin anew"
+            )
         self.optimizer.zero_grad()
         if loss.requires_grad:
             loss.backward()
@@ -135,14 +157,15 @@ class _Run:
             self.optimizer.step()
         self.batch += 1
         self.tokens += tokens
-        record = dict(epoch=self.epoch, batch=self.batch, tokens=self.tokens, rate=rate, loss=loss.item())
+        record = dict(epoch=self.epoch, batch=self.batch, tokens=self.tokens, rate=rate, loss=value)
         self.log.append(record | dict(acceptance=acceptance(outcomes)))
         return self.log[-1]
 
     def end_epoch(self, found: dict[str, Any]) -> None:
         """Note the validation, and begin the next epoch."""
         self.log.append(dict(epoch=self.epoch, tokens=self.tokens, validation=found))
-        tqdm.write(f"epoch {self.epoch + 1}: validation loss {found['loss']:.3f}, acceptance {found['acceptance']}")
+        line = f"epoch {self.epoch + 1}: validation loss {found['loss']:.3f}, acceptance {found['acceptance']}"
+        tqdm.write(line, file=sys.stderr)
         self.epoch, self.batch = self.epoch + 1, 0
         self.checkpoint(final=True)
 
@@ -156,19 +179,31 @@ class _Run:
             place=(self.epoch, self.batch, self.tokens),
             log=self.log,
         )
-        partial = self.folder / "checkpoint.partial"
-        torch.save(state, partial)
-        os.replace(partial, self.folder / "checkpoint.pt")
-        lines = "".join(json.dumps(record) + "\n" for record in self.log)
-        (self.folder / "log.jsonl").write_text(lines, encoding="utf-8")
+        with replacing(self.folder / "checkpoint.pt") as partial:
+            torch.save(state, partial)
+        self.write_log()
         self._saved = _now()
+
+    def write_log(self) -> None:
+        """The log as lines of JSON."""
+        with replacing(self.folder / "log.jsonl") as partial:
+            partial.write_text("".join(json.dumps(record) + "\n" for record in self.log), encoding="utf-8")
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one."""
         file = self.folder / "checkpoint.pt"
         if not file.exists():
             return
-        state = torch.load(file, weights_only=True)
+        try:
+            state = torch.load(file, "cpu", weights_only=True)
+            shapes = [value.shape for value in state["module"]]
+            if shapes != [parameter.shape for parameter in self.parameters]:
+                raise ValueError("its tensors have other shapes")
+        except (RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+            reason = str(error).splitlines()[0]  # torch adds advice that is none here
+            raise ValueError(
+                f"{file} must be a checkpoint of this training: {reason}; without that file, training begins anew"
+            ) from error
         for parameter, value in zip(self.parameters, state["module"], strict=True):
             parameter.data.copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
@@ -184,9 +219,17 @@ def learning_rate(progress: float) -> float:
     return FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * along)) / 2
 
 
+def _padded(table: Tensor, length: int) -> Tensor:
+    return nn.functional.pad(table, (0, 0, 0, length - len(table)))
+
+
 def _tokens_in(file: Path) -> int:
     with safe_open(file, "pt") as found:
         return int(found.get_tensor("offsets")[-1])
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def _autocast(device: torch.device) -> Any:

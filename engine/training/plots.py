@@ -5,11 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import replacing
+
 logger = logging.getLogger(__name__)
 
 
 def plot_training(log: Sequence[dict[str, Any]], file: Path) -> None:
-    """Loss and acceptance per position against the tokens seen; without matplotlib, one line says that there is none."""
+    """Loss, and acceptance per position, against the tokens seen, as a PNG file.
+
+    Without matplotlib there is none, and a logged warning says so.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -23,11 +31,12 @@ def plot_training(log: Sequence[dict[str, Any]], file: Path) -> None:
     losses.plot([r["tokens"] for r in ends], [r["validation"]["loss"] for r in ends], "o-", label="validation")
     losses.set(xlabel="tokens", ylabel="loss")
     losses.legend()
-    positions = max((len(r["validation"]["acceptance"]) for r in ends), default=0)
-    for position in range(positions):
-        values = [r["validation"]["acceptance"][position] for r in ends]
-        rates.plot([r["tokens"] for r in ends], values, "o-", label=f"draft {position + 1}")
+    for position in range(max((len(r["validation"]["acceptance"]) for r in ends), default=0)):
+        known = [r for r in ends if position < len(r["validation"]["acceptance"])]
+        values = [r["validation"]["acceptance"][position] for r in known]
+        rates.plot([r["tokens"] for r in known], values, "o-", label=f"draft {position + 1}")
     rates.set(xlabel="tokens", ylabel="acceptance, if those before stood", ylim=(0, 1))
-    if positions:
+    if rates.lines:
         rates.legend()
-    figure.savefig(file, dpi=120)
+    with replacing(file) as partial:
+        figure.savefig(partial, dpi=120, format="png")

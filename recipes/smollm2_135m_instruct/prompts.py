@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     prompts = make(options.count, options.seed)
-    with options.out.open("w") as file:
+    with options.out.open("w", encoding="utf-8") as file:
         for prompt in prompts:
             file.write(json.dumps({"turns": [prompt]}, ensure_ascii=False) + "\n")
     print(f"{len(prompts)} prompts in {options.out}")

@@ -1,0 +1,108 @@
+"""`python -m engine train`: a drafter that is made for a target."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import cli_options as options
+from .prompt_files import read_prompts
+from .training.options import METHODS, TrainingOptions
+
+ANSWERS, TRAINING = "Answers of the target", "Training"
+_DEFAULT = TrainingOptions("eagle3", "target")
+
+
+def _option(name: str, help: str, panel: str | None = TRAINING, **more: Any) -> Any:
+    return typer.Option(name, help=help, rich_help_panel=panel, **more)
+
+
+def train(
+    method: Annotated[str, typer.Argument(help=f"What to train: {', '.join(METHODS)}.", metavar="METHOD")],
+    prompts: Annotated[
+        str,
+        _option(
+            "--prompts",
+            'A prompt per line, or JSON lines with "prompt" (or a list "turns", whose first is taken); "-": stdin.',
+            None,
+            metavar="FILE",
+        ),
+    ],
+    out: Annotated[Path, _option("--out", "Folder for the drafter; a run that was stopped goes on.", None)],
+    target: options.Target = None,
+    dtype: options.Dtype = _DEFAULT.dtype,
+    device: options.Device = _DEFAULT.device,
+    chat: Annotated[
+        bool, _option("--chat/--no-chat", "Wrap prompts in the chat template, if the target has one.", ANSWERS)
+    ] = _DEFAULT.chat,
+    temperatures: Annotated[
+        list[float] | None,
+        _option(
+            "--temperatures",
+            "Prompts are answered at these in turn; give the option once for each.",
+            ANSWERS,
+            show_default=" and ".join(map(str, _DEFAULT.temperatures)),
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, _option("--max-new-tokens", "Of each answer.", ANSWERS)] = _DEFAULT.max_new_tokens,
+    max_length: Annotated[int, _option("--max-length", "Of a prompt with its answer.", ANSWERS)] = _DEFAULT.max_length,
+    batch_size: Annotated[
+        int, _option("--batch-size", "Prompts that are answered together.", ANSWERS)
+    ] = _DEFAULT.batch_size,
+    validation_share: Annotated[
+        float, _option("--validation-share", "Of the prompts, the last ones; nothing is learned from them.")
+    ] = _DEFAULT.validation_share,
+    draft_vocab_size: Annotated[
+        int, _option("--draft-vocab-size", "eagle3: so many of the answers' most frequent tokens can be drafted.")
+    ] = _DEFAULT.draft_vocab_size,
+    layers: Annotated[
+        list[int] | None,
+        _option(
+            "--layers",
+            "eagle3: hidden states that it reads, from 0, the embeddings, to the number of layers, what the target's head reads; "
+            "give the option once for each.",
+            show_default="four, evenly spread",
+        ),
+    ] = None,
+    freeze_head: Annotated[
+        bool, _option("--freeze-head/--no-freeze-head", "eagle3: the output matrix stays the target's; not saved then.")
+    ] = _DEFAULT.freeze_head,
+    num_steps: Annotated[
+        int, _option("--num-steps", "eagle3, medusa, mlp: drafts in a chain while training.")
+    ] = _DEFAULT.num_steps,
+    num_layers: Annotated[int, _option("--num-layers", "draft-model: of the target's.")] = _DEFAULT.num_layers,
+    epochs: Annotated[int, _option("--epochs", "Times that every answer is learned from.")] = _DEFAULT.epochs,
+    learning_rate: Annotated[float, _option("--learning-rate", "The highest.")] = _DEFAULT.learning_rate,
+    tokens_per_batch: Annotated[int, _option("--tokens-per-batch", "Padding included.")] = _DEFAULT.tokens_per_batch,
+    seed: Annotated[int, _option("--seed", "Of answers, first weights and the order of texts.")] = _DEFAULT.seed,
+    debug: options.Debug = False,
+) -> None:
+    """Train a drafter for a target, on what the target answers to prompts.
+
+    The target answers the prompts and reads prompts and answers once more, for its hidden states; then the drafter learns.
+    Stopped at any time, the same command goes on.
+    """
+    from .demo_prompts import find_model
+
+    texts = read_prompts([], prompts)
+    chosen = TrainingOptions(
+        method=method, target=target or find_model(), chat=chat, temperatures=tuple(temperatures or _DEFAULT.temperatures),
+        max_new_tokens=max_new_tokens, max_length=max_length, batch_size=batch_size, validation_share=validation_share,
+        draft_vocab_size=draft_vocab_size, layers=tuple(layers or ()), freeze_head=freeze_head, num_steps=num_steps,
+        num_layers=num_layers, epochs=epochs, learning_rate=learning_rate, tokens_per_batch=tokens_per_batch, seed=seed,
+        dtype=dtype, device=device,
+    )  # fmt: skip
+    from transformers.utils import logging
+
+    from .training.run import train_drafter
+
+    logging.set_verbosity_error()
+    if Path(chosen.target).expanduser().exists():  # a download keeps its bars
+        logging.disable_progress_bar()
+    try:
+        train_drafter(texts, out, chosen)
+    except KeyboardInterrupt:
+        print(f"stopped; the same command goes on from what is in {out}", file=sys.stderr)
+        raise
+    print(f"the {method} drafter is in {out}: use it with --target {chosen.target} --drafter {out}")

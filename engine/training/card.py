@@ -1,0 +1,44 @@
+"""The text that lies beside a trained drafter."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .answers import Answer
+from .options import METHODS, TrainingOptions
+
+_ONLY_FOR = {
+    "draft_vocab_size": ("eagle3",),
+    "layers": ("eagle3",),
+    "freeze_head": ("eagle3",),
+    "num_steps": ("eagle3", "medusa", "mlp"),
+    "num_layers": ("draft-model",),
+}
+
+
+def card(options: TrainingOptions, parts: Mapping[str, Sequence[Answer]], log: Sequence[dict[str, Any]]) -> str:
+    """A Markdown text that says what the drafter is, how it was made and how good it got.
+
+    Args:
+        parts: the answers for "training" and "validation".
+        log: of the training loop.
+    """
+    tokens = {name: sum(len(answer.token_ids) for answer in part) for name, part in parts.items()}
+    validation = [record["validation"] for record in log if "validation" in record]
+    acceptance = ", ".join(f"{value:.2f}" for value in validation[-1]["acceptance"]) if validation else "not measured"
+    used = {name: value for name, value in asdict(options).items() if options.method in _ONLY_FOR.get(name, METHODS)}
+    return "\n".join([
+        f"# {options.method} drafter for {Path(options.target).name}",
+        "",
+        "Trained by `python -m engine train` on the target's own answers, with its distributions as labels. To use it, from",
+        "this folder: `python -m engine generate --target TARGET --drafter .`, or `engine.load(TARGET, drafter=FOLDER)`.",
+        "",
+        f"Answer tokens: {tokens['training']:,} to learn from, {tokens['validation']:,} held back, of "
+        f"{len(parts['training']):,} and {len(parts['validation']):,} prompts.",
+        f"Acceptance of greedy drafts on the prompts held back, by position, given that those before stood: {acceptance}.",
+        "",
+        "Options:",
+        *(f"- {name}: {value}" for name, value in used.items()),
+        "",
+    ])  # fmt: skip

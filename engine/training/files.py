@@ -1,0 +1,95 @@
+"""Files that are whole or absent, and the work folder of a run."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+WORK = "work"
+SETTINGS = "settings.json"
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A name to write a file under, which takes `file`'s place when it is complete.
+
+    Raises:
+        OSError: if it cannot be written; what was at `file` is still there. safetensors and torch have errors of their own
+            for a full disk; they become OSErrors here.
+    """
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with no_room(file):
+            yield partial
+            os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def no_room(file: Path) -> Iterator[None]:
+    """What fails within is the writing of a file: say which, and that nothing is lost."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise OSError(
+            f"{file} could not be written: {error}; what was written before is still there, and the same run goes on from it"
+        ) from error
+
+
+def settings_of(options: Mapping[str, Any], prompts: Sequence[Any]) -> dict[str, Any]:
+    """What the work of a run depends on, as JSON has it: options, number of prompts and a hash over all of them."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps(prompt.tolist() if isinstance(prompt, Tensor) else prompt).encode() + b"\n")
+    found: dict[str, Any] = json.loads(json.dumps(dict(options)))
+    return found | {"num_prompts": len(prompts), "prompts_sha256": digest.hexdigest()}
+
+
+def check_out(out: Path, settings: Mapping[str, Any]) -> None:
+    """Look whether a run may use the folder, and change nothing.
+
+    Raises:
+        ValueError: if it holds anything but the work of a run with the same settings.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out must be a folder, got the file {out}")
+    file = out / WORK / SETTINGS
+    if not file.exists():
+        others = [path.name for path in (out.iterdir() if out.exists() else ()) if path.name != WORK]
+        if others or any(not path.name.endswith(".partial") for path in (out / WORK).glob("*")):
+            raise ValueError(f"out must be a new or empty folder, or one in which a training was begun, got {out}")
+        return
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        before = None
+    if not isinstance(before, dict):
+        raise ValueError(f"{file} must be the JSON object that a training wrote, and is none")
+    other = [
+        "the prompts" if name == "prompts_sha256" else f"{name} ({before.get(name)!r} before, {value!r} now)"
+        for name, value in settings.items()
+        if before.get(name) != value
+    ]
+    if other:
+        raise ValueError(
+            f"out must be new or hold work with the same options and prompts; in {out} there is other work, as "
+            f"{', '.join(other)} differ"
+        )
+
+
+def begin(out: Path, settings: Mapping[str, Any]) -> Path:
+    """Make the work folder, with its settings, if it is not there yet."""
+    work = out / WORK
+    with no_room(work):
+        work.mkdir(parents=True, exist_ok=True)
+    if not (work / SETTINGS).exists():
+        with replacing(work / SETTINGS) as partial:
+            partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return work

@@ -1,0 +1,92 @@
+"""What a user says about a training. Imports neither torch nor transformers."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import check_int
+
+METHODS = ("eagle3", "medusa", "mlp", "draft-model")
+_AT_LEAST_ONE = (
+    "max_new_tokens", "batch_size", "draft_vocab_size", "num_steps", "num_layers", "epochs", "tokens_per_batch",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What to train, on what, and how.
+
+    Attributes:
+        method: one of METHODS.
+        target: hub id, folder or GGUF file.
+        chat: prompts that are plain text are wrapped in the tokenizer's chat template, if it has one.
+        temperatures: the prompts are answered at these in turn.
+        max_new_tokens: of each answer.
+        max_length: of a prompt with its answer; at most the target's context counts.
+        batch_size: prompts that are answered together.
+        validation_share: of the prompts, the last ones; nothing is learned from them. At least one, and not all.
+        draft_vocab_size: eagle3: so many of the answers' most frequent tokens can be drafted.
+        layers: eagle3: the hidden states it reads (see `HiddenStates`); empty: a quarter, half and three quarters of the way
+            and what the target's head reads.
+        freeze_head: eagle3: the output matrix stays that of the target, and is not saved.
+        num_steps: eagle3, medusa, mlp: drafts in a chain while training; for medusa and mlp the longest draft ever.
+        num_layers: draft-model: of the target's.
+        epochs: times that every answer is learned from.
+        learning_rate: the highest.
+        tokens_per_batch: padding included.
+        seed: of answers, first weights and the order of texts.
+        dtype: of the target, see `engine.load`; drafters are trained in float32 (with autocast) and saved in bfloat16.
+        device: of the target and of the training, see `engine.load`. It may differ when a run is taken up again.
+
+    Raises:
+        ValueError: naming the option, the value and the rule.
+    """
+
+    method: str
+    target: str
+    chat: bool = True
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    max_new_tokens: int = 160
+    max_length: int = 768
+    batch_size: int = 64
+    validation_share: float = 0.05
+    draft_vocab_size: int = 8192
+    layers: tuple[int, ...] = ()
+    freeze_head: bool = False
+    num_steps: int = 4
+    num_layers: int = 4
+    epochs: int = 4
+    learning_rate: float = 1e-3
+    tokens_per_batch: int = 4096
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = field(default="auto", metadata={"part_of_settings": False})
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if not isinstance(self.target, str) or not self.target:
+            raise ValueError(f"target must be a hub id, a folder or a GGUF file, got {self.target!r}")
+        for name in _AT_LEAST_ONE:
+            check_int(name, getattr(self, name), 1)
+        check_int("max_length", self.max_length, 2)
+        check_int("seed", self.seed, 0, 2**62)
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "temperatures", tuple(self.temperatures))
+        for layer in self.layers:
+            check_int("layers", layer, 0)
+        for name in ("chat", "freeze_head"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not _is_number(self.validation_share) or not 0 < self.validation_share < 1:
+            raise ValueError(f"validation_share must be in (0, 1), got {self.validation_share!r}")
+        if not _is_number(self.learning_rate) or not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be a finite number > 0, got {self.learning_rate!r}")
+        if not self.temperatures or not all(_is_number(value) and value >= 0 for value in self.temperatures):
+            raise ValueError(
+                f"temperatures must be at least one finite number, all >= 0, got {list(self.temperatures)}"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

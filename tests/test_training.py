@@ -1,0 +1,477 @@
+"""`engine.training`: runs from prompts to a drafter that decodes, that are stopped and taken up, and what they refuse."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONFIGS
+from training_cases import PROMPTS, log_of, options, write_target
+
+import engine
+from engine.training import answers, hidden, loop, run
+from engine.training.options import TrainingOptions
+from engine.training.run import train_drafter
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3-frozen": {"method": "eagle3", "freeze_head": True},
+    "medusa": {"method": "medusa"},
+    "mlp": {"method": "mlp"},
+    "draft-model": {"method": "draft-model"},
+}
+DRAFTERS = {
+    "eagle3": "EagleDrafter", "eagle3-frozen": "EagleDrafter", "medusa": "MedusaDrafter", "mlp": "MlpSpeculatorDrafter",
+    "draft-model": "DraftModel",
+}  # fmt: skip
+
+
+class Stop(Exception):
+    """Stands for whatever ends a run."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several groups of answers, several files of hidden states, a checkpoint after every step."""
+    monkeypatch.setattr(answers, "_BATCHES_PER_GROUP", 2)
+    monkeypatch.setattr(hidden, "TEXTS_PER_FILE", 8)
+    clock = iter(range(0, 1_000_000, 1000))
+    monkeypatch.setattr(loop, "_now", lambda: next(clock))
+
+
+@pytest.fixture
+def no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than the training."""
+    monkeypatch.setattr(run, "plot_training", lambda log, file: file.write_bytes(b""))
+
+
+@pytest.fixture(scope="module")
+def whole(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run leaves that nothing interrupts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "_BATCHES_PER_GROUP", 2)
+        patch.setattr(hidden, "TEXTS_PER_FILE", 8)
+        return train_drafter(PROMPTS, tmp_path_factory.mktemp("whole") / "out", options(target))
+
+
+def copy_of(whole: Path, out: Path, *without: str) -> Path:
+    """A run that has come less far."""
+    shutil.copytree(whole, out, ignore=shutil.ignore_patterns(*without))
+    return out
+
+
+def with_options(whole: Path, out: Path, **changes: Any) -> Path:
+    """Work before the training, under other options, on which it does not depend."""
+    copy_of(whole, out, *TRAINING)
+    settings = json.loads((whole / "work" / "settings.json").read_text())
+    (out / "work" / "settings.json").write_text(json.dumps(settings | changes))
+    return out
+
+
+DRAFTER = ("model.safetensors", "config.json", "README.md", "training.png")
+TRAINING = (*DRAFTER, "checkpoint.pt", "log.jsonl")
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    """The same answers, log and weights, and nothing left over."""
+    for name in ("work/answers.jsonl", "work/log.jsonl", "model.safetensors", "config.json", "README.md"):
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+    names = [sorted(str(path.relative_to(root)) for path in root.rglob("*")) for root in (found, expected)]
+    assert names[0] == names[1]
+
+
+def texts_of(target: Path, drafter: Path | None) -> tuple[list[list[int]], engine.Engine]:
+    llm = engine.load(str(target), drafter=drafter and str(drafter), num_draft_tokens=3, max_batch_size=3)
+    outputs = llm.generate(PROMPTS[:5], engine.SamplingParams(max_new_tokens=16))
+    return [output.token_ids for output in outputs], llm
+
+
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_from_prompts_to_a_drafter(name: str, target: Path, whole: Path, tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    if name == "eagle3":
+        out = whole
+        assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
+    else:
+        out = train_drafter(PROMPTS, tmp_path / "new" / "out", options(target, **METHODS[name]))
+    assert torch.equal(torch.get_rng_state(), before)
+    losses = [record["validation"]["loss"] for record in log_of(out) if "validation" in record]
+    assert len(losses) == 2 and losses[0] > losses[1] > 0
+    drafted, llm = texts_of(target, out)
+    assert type(llm.drafter).__name__ == DRAFTERS[name]
+    assert llm.stats.draft_tokens > 20
+    assert drafted == texts_of(target, None)[0]
+    card = (out / "README.md").read_text()
+    assert f"method: {METHODS[name].get('method', 'eagle3')}" in card and "228 to learn from, 60 held back" in card
+    assert ("freeze_head" in card) == name.startswith("eagle3")
+
+
+SOON = [("gpt2", "eagle3"), ("gemma3_text", "eagle3"), ("gpt2", "draft-model")]
+
+
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize(
+    "name, method",
+    [
+        *SOON,
+        *(
+            pytest.param(name, method, marks=pytest.mark.slow)
+            for name in CONFIGS
+            for method in DRAFTERS
+            if name != "llama" and method != "eagle3-frozen" and (name, method) not in SOON
+        ),
+    ],
+)
+def test_architectures(name: str, method: str, tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", name)
+    out = train_drafter(PROMPTS[:12], tmp_path / "out", options(target, method=method, epochs=1))
+    drafted, llm = texts_of(target, out)
+    assert llm.stats.draft_tokens > 10
+    assert drafted == texts_of(target, None)[0]
+
+
+def fail_after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: int) -> Callable[[], None]:
+    """The call after so many raises `Stop`; what is returned undoes that."""
+    original, count = getattr(owner, name), iter(range(1_000_000))
+
+    def call(*args: Any, **more: Any) -> Any:
+        if next(count) >= calls:
+            raise Stop
+        return original(*args, **more)
+
+    monkeypatch.setattr(owner, name, call)
+    return lambda: monkeypatch.setattr(owner, name, original)
+
+
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize(
+    "owner, name, calls, without",
+    [
+        (engine.Engine, "generate", 2, ("answers.jsonl", "training", "validation", *TRAINING)),
+        (hidden, "save_file", 3, ("training", "validation", *TRAINING)),
+        (loop._Run, "step", 7, TRAINING),
+        (loop._Run, "end_epoch", 0, TRAINING),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on(
+    owner: Any,
+    name: str,
+    calls: int,
+    without: tuple[str, ...],
+    target: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = copy_of(whole, tmp_path / "out", *without)
+    undo = fail_after(monkeypatch, owner, name, calls)
+    with pytest.raises(Stop):
+        train_drafter(PROMPTS, out, options(target))
+    assert not (out / "model.safetensors").exists()
+    undo()
+    before = len((out / "work" / "answers.jsonl").read_text().splitlines())
+    assert before == (16 if name == "generate" else 24)
+    train_drafter(PROMPTS, out, options(target))
+    assert_same(out, whole)
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_work_between_two_checkpoints_is_done_again(
+    target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_now", time.monotonic)  # checkpoints at the ends of epochs only
+    out = copy_of(whole, tmp_path / "out", *TRAINING)
+    steps = sum("validation" not in record for record in log_of(whole)) // 2
+    undo = fail_after(monkeypatch, loop._Run, "step", steps + 2)
+    with pytest.raises(Stop):
+        train_drafter(PROMPTS, out, options(target))
+    assert len(log_of(out)) == steps + 1
+    undo()
+    train_drafter(PROMPTS, out, options(target))
+    assert_same(out, whole)
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_an_answer_that_was_cut_off(target: Path, whole: Path, tmp_path: Path) -> None:
+    out = copy_of(whole, tmp_path / "out", "training", "validation", *TRAINING)
+    os.truncate(out / "work" / "answers.jsonl", 1000)
+    train_drafter(PROMPTS, out, options(target))
+    assert_same(out, whole)
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_a_finished_run_is_left_as_it_is(target: Path, whole: Path, tmp_path: Path) -> None:
+    out = copy_of(whole, tmp_path / "out")
+    train_drafter(PROMPTS, out, options(target))
+    assert_same(out, whole)
+    with pytest.raises(ValueError, match=r"epochs \(2 before, 4 now\) differ"):
+        train_drafter(PROMPTS, out, options(target, epochs=4))
+    with pytest.raises(ValueError, match=r"learning_rate \(0.005 before, 0.1 now\), seed"):
+        train_drafter(PROMPTS, out, options(target, learning_rate=0.1, seed=1))
+    with pytest.raises(ValueError, match="the prompts differ"):
+        train_drafter([*PROMPTS[:10], "another", *PROMPTS[11:]], out, options(target))
+    assert_same(out, whole)
+    train_drafter(PROMPTS, out, options(target, device="cpu"))  # may be another machine's
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes: the system's own error, as from a full disk."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # which may be a file
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize(
+    "room, without, file",
+    [
+        (1500, ("answers.jsonl", "training", "validation", *TRAINING), "answers.jsonl"),
+        (10_000, ("training", "validation", *TRAINING), "hidden-00000.safetensors"),
+        (10_000, TRAINING, "checkpoint.pt"),
+        (10_000, DRAFTER, "model.safetensors"),
+    ],
+)
+def test_a_full_disk(room: int, without: tuple[str, ...], file: str, target: Path, whole: Path, tmp_path: Path) -> None:
+    """A clear error; nothing that was there is gone; and the run goes on when there is room again."""
+    out = copy_of(whole, tmp_path / "out", *without)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with (
+        pytest.raises(OSError, match=rf"{file} could not be written: .*the same run goes on") as raised,
+        largest_file(room),
+    ):
+        train_drafter(PROMPTS, out, options(target))
+    assert raised.value.__cause__ is not None
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert not list(out.rglob("*.partial"))
+    train_drafter(PROMPTS, out, options(target))
+    assert_same(out, whole)
+
+
+def test_a_disk_that_is_full_from_the_start(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"settings.json could not be written: "), largest_file(100):
+        train_drafter(PROMPTS, tmp_path / "out", options(target))
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_a_disk_that_is_full_when_a_later_checkpoint_is_due(
+    target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = copy_of(whole, tmp_path / "out", *TRAINING)
+    save, count = torch.save, iter(range(100))
+
+    def half_a_file(state: Any, file: Path) -> None:
+        save(state, file)
+        if next(count) == 8:
+            os.truncate(file, 1000)
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", half_a_file)
+    with pytest.raises(OSError, match=r"checkpoint.pt could not be written: \[Errno 28\] No space left on device"):
+        train_drafter(PROMPTS, out, options(target))
+    steps = loop.json.loads((out / "work" / "log.jsonl").read_text().splitlines()[-1])
+    place = torch.load(out / "work" / "checkpoint.pt", weights_only=True)["place"]
+    assert place[2] == steps["tokens"] > 0
+    train_drafter(PROMPTS, out, options(target))
+    assert_same(out, whole)
+
+
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize("method", ["medusa", pytest.param("mlp", marks=pytest.mark.slow), "draft-model"])
+def test_a_disk_that_is_full_when_a_drafter_is_saved(method: str, target: Path, whole: Path, tmp_path: Path) -> None:
+    """The log (3 kB) finds room, the weights do not."""
+    changes = dict(method=method, epochs=1, num_layers=2)
+    short, out = options(target, **changes), with_options(whole, tmp_path / "out", **changes)
+    train_drafter(PROMPTS, out, short)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(OSError, match=r"out could not be written: .*the same run goes on"), largest_file(5000):
+        train_drafter(PROMPTS, out, short)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_no_room_for_the_hidden_states(
+    target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = copy_of(whole, tmp_path / "out", "training", "validation", *TRAINING)
+    usage = shutil.disk_usage(out)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(
+        OSError, match=r"hidden states of \d+ tokens need .* GB in .*: give fewer prompts or another --out"
+    ):
+        train_drafter(PROMPTS, out, options(target))
+    assert not list(out.rglob("hidden-*"))
+    monkeypatch.undo()
+    monkeypatch.setattr(hidden, "TEXTS_PER_FILE", 8)
+    train_drafter(PROMPTS, out, options(target))
+    assert_same(out, whole)
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_damaged_work_is_named(target: Path, whole: Path, tmp_path: Path) -> None:
+    out = copy_of(whole, tmp_path / "out")
+    (out / "work" / "checkpoint.pt").write_bytes(b"no checkpoint")
+    with pytest.raises((ValueError, OSError), match=r"checkpoint.pt must be a checkpoint of this training"):
+        train_drafter(PROMPTS, out, options(target))
+    lines = (out / "work" / "answers.jsonl").read_text().splitlines()
+    (out / "work" / "answers.jsonl").write_text("\n".join([lines[0], "{}", *lines[2:], ""]))
+    with pytest.raises(ValueError, match=r"answers.jsonl:2 must be an answer"):
+        train_drafter(PROMPTS, out, options(target))
+    (out / "work" / "settings.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"settings.json must be the JSON object"):
+        train_drafter(PROMPTS, out, options(target))
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_a_training_that_diverges(target: Path, whole: Path, tmp_path: Path) -> None:
+    out = with_options(whole, tmp_path / "out", learning_rate=1e38)
+    with pytest.raises(
+        engine.EngineError, match=r"the loss is (nan|inf) in epoch \d, batch \d+: give a lower learning_rate"
+    ):
+        train_drafter(PROMPTS, out, options(target, learning_rate=1e38))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"method": "eagle"}, "method must be one of eagle3, medusa, mlp, draft-model, got 'eagle'"),
+        ({"target": ""}, "target must be a hub id, a folder or a GGUF file, got ''"),
+        ({"epochs": 0}, "epochs must be >= 1, got 0"),
+        ({"num_steps": True}, "num_steps must be an int >= 1, got True"),
+        ({"batch_size": 2.0}, "batch_size must be an int >= 1, got 2.0"),
+        ({"max_length": 1}, "max_length must be >= 2, got 1"),
+        ({"seed": -1}, r"seed must be in \[0, \d+\], got -1"),
+        ({"layers": (0, -2)}, "layers must be >= 0, got -2"),
+        ({"validation_share": 1.0}, r"validation_share must be in \(0, 1\), got 1.0"),
+        ({"validation_share": float("nan")}, r"validation_share must be in \(0, 1\), got nan"),
+        ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, got 0.0"),
+        ({"learning_rate": float("inf")}, "learning_rate must be a finite number > 0, got inf"),
+        ({"temperatures": ()}, r"temperatures must be at least one finite number, all >= 0, got \[\]"),
+        ({"temperatures": (0.0, -1.0)}, r"temperatures must be .* all >= 0, got \[0.0, -1.0\]"),
+        ({"chat": "no"}, "chat must be True or False, got 'no'"),
+        ({"freeze_head": 1}, "freeze_head must be True or False, got 1"),
+    ],
+)
+def test_bad_options(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TrainingOptions("eagle3", "target"), **changes)
+
+
+@pytest.mark.parametrize(
+    "prompts, changes, message",
+    [
+        (["one"], {}, "prompts must be at least 2, one of them for validation, got 1"),
+        ("one", {}, "prompts must be at least 2"),
+        (["one", " "], {}, r"prompts\[1\] must not be empty"),
+        (["one", "x" * 60], {}, r"prompts\[1\] has \d+ tokens; at most 47 leave room for a new one in max_length = 48"),
+        (["one", [1, 999]], {}, r"prompts\[1\] must hold token ids in \[0, 258\), got 999"),
+        (["one", "two"], {"layers": (0, 3)}, r"layers must be in \[0, 2\], as the target has 2 layers, got \[0, 3\]"),
+        (["one", "two"], {"method": "draft-model", "num_layers": 3}, r"num_layers must be in \[1, 2\], got 3"),
+        (["one", "two"], {"target": "./missing"}, "'./missing', which does not exist"),
+        (["one", "two"], {"dtype": "int8"}, "dtype must be 'auto' or a floating torch dtype"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(
+    prompts: Any, changes: dict[str, Any], message: str, target: Path, tmp_path: Path
+) -> None:
+    chosen = dataclasses.replace(options(target), **changes)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train_drafter(prompts, tmp_path / "out", chosen)
+    assert not (tmp_path / "out").exists()
+
+
+def test_out_that_holds_something_else(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"out must be a folder, got the file .*file"):
+        train_drafter(PROMPTS, tmp_path / "file", options(target))
+    for name in ("notes.txt", "work/answers.jsonl"):
+        other = tmp_path / name.split(".")[0]
+        (other / name).parent.mkdir(parents=True)
+        (other / name).write_text("mine")
+        with pytest.raises(ValueError, match="out must be a new or empty folder, or one in which a training was begun"):
+            train_drafter(PROMPTS, other, options(target))
+        assert (other / name).read_text() == "mine"
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_token_ids_as_prompts_and_two_are_enough(target: Path, tmp_path: Path) -> None:
+    out = train_drafter(
+        [[5], [7, 8, 9]], tmp_path / "out", options(target, max_new_tokens=2, epochs=1, validation_share=0.9)
+    )
+    kept = [json.loads(line) for line in (out / "work" / "answers.jsonl").read_text().splitlines()]
+    assert [line["prompt_token_ids"] for line in kept] == [[5], [7, 8, 9]]
+    assert texts_of(target, out)[0] == texts_of(target, None)[0]
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_the_chat_template_is_used_unless_told_otherwise(target: Path, whole: Path, tmp_path: Path) -> None:
+    plain = train_drafter(PROMPTS, tmp_path / "out", options(target, chat=False, method="medusa", epochs=1))
+    for out, text in ((whole, f"user: {PROMPTS[0]}\nassistant:"), (plain, PROMPTS[0])):
+        line = json.loads((out / "work" / "answers.jsonl").read_text().splitlines()[0])
+        assert bytes(line["prompt_token_ids"]).decode() == text
+        assert len(line["token_ids"]) == 12
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_goes_on(target: Path, tmp_path: Path) -> None:
+    """SIGKILL while answers are written, while hidden states are, and at two points of the training."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"prompt number {number}\n" for number in range(100)))
+
+    def command(out: Path) -> list[str]:
+        words = f"train eagle3 --target {target} --prompts {prompts} --out {out} --batch-size 4 --max-new-tokens 12"
+        words += " --max-length 48 --num-steps 3 --epochs 2 --tokens-per-batch 160 --draft-vocab-size 100 --layers 1 --layers 2"
+        return [sys.executable, "-c", _EVERY_STEP, *words.split()]
+
+    def killed_when(ready: Callable[[], bool]) -> None:
+        process = subprocess.Popen(command(out), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not ready():
+            assert process.poll() is None, "the run ended before it could be killed"
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+
+    out, work = tmp_path / "out", tmp_path / "out" / "work"
+    killed_when(lambda: (work / "answers.jsonl").exists() and (work / "answers.jsonl").stat().st_size > 0)
+    assert 0 < len((work / "answers.jsonl").read_bytes().splitlines()) < 100
+    killed_when(lambda: (work / "training" / "hidden-00000.safetensors").exists())
+    killed_when(lambda: (work / "checkpoint.pt").exists())
+    killed_when(lambda: '"validation"' in (work / "log.jsonl").read_text())
+    for folder in (out, tmp_path / "whole"):
+        subprocess.run(command(folder), cwd=ROOT, check=True, capture_output=True)
+    assert_same(out, tmp_path / "whole")
+
+
+_EVERY_STEP = """
+import itertools, sys
+from engine.cli import main
+from engine.training import answers, hidden, loop
+answers._BATCHES_PER_GROUP, hidden.TEXTS_PER_FILE = 2, 16
+loop._now = itertools.count(0, 1000).__next__
+sys.exit(main())
+"""

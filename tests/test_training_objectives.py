@@ -1,0 +1,368 @@
+"""What training computes: the unrolled EAGLE-3 steps, the losses, the labels; and that drafters draft what was trained."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_checkpoints import check_greedy_drafts
+from tiny_models import CONFIGS, VOCAB, tiny
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from engine.drafters import EagleDrafter, MedusaDrafter, MlpSpeculatorDrafter
+from engine.training.answers import Answer
+from engine.training.batches import Batch, batches, collate
+from engine.training.eagle3 import Eagle3Training, Unroll
+from engine.training.eagle3_files import save_eagle3
+from engine.training.heads import DraftModelTraining, HeadTraining, MedusaTraining, MlpTraining
+from engine.training.hidden import Text, keep_hidden_states, read_texts
+from engine.training.loop import acceptance, evaluate, learning_rate
+from engine.training.run import frequent_tokens
+from engine.training.soft_labels import soft_cross_entropy
+from engine.training.target_head import TargetHead
+
+STEPS = 3
+LAYERS = (0, 1, 2)
+
+
+def target_of(name: str = "llama") -> PreTrainedModel:
+    """In float32, with weights that bfloat16 holds exactly."""
+    return tiny(name, dtype=torch.bfloat16).float()
+
+
+def terse_target() -> PreTrainedModel:
+    """One that mostly says one of two words, so that some guesses are right."""
+    target = target_of()
+    with torch.no_grad():
+        target.lm_head.weight[1:5:2] *= 8
+    return target
+
+
+def random_text(target: PreTrainedModel, length: int, prompt_length: int, seed: int = 0) -> Text:
+    tokens = torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+    return Text(tokens, hidden_of(target, tokens), prompt_length)
+
+
+def hidden_of(target: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """[T, len(LAYERS) * H]."""
+    with torch.no_grad():
+        states = target.base_model(input_ids=tokens[None], output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in LAYERS], dim=-1)
+
+
+def ragged_batch(target: PreTrainedModel) -> Batch:
+    """Prompts from one token on, an answer of one token, and texts of different length."""
+    return collate([random_text(target, *sizes, seed=i) for i, sizes in enumerate([(9, 4), (5, 4), (24, 5), (21, 1)])])
+
+
+def eagle(target: PreTrainedModel, reduced: bool = True, freeze_head: bool = False) -> Eagle3Training:
+    """Untrained; all its weights can be held in bfloat16, and are held in float32."""
+    torch.manual_seed(3)
+    ids = torch.arange(1, VOCAB, 2) if reduced else torch.arange(VOCAB)
+    module = Eagle3Training(target, LAYERS, ids, num_steps=STEPS, freeze_head=freeze_head)
+    return rounded(module)
+
+
+def rounded(module: Any, spread: float = 0.15) -> Any:
+    with torch.no_grad():
+        for parameter in module.head.parameters():
+            if parameter.requires_grad:
+                parameter += spread * torch.randn_like(parameter)
+    return module.to(torch.bfloat16).float()
+
+
+def test_a_head_starts_as_the_last_layer() -> None:
+    """Untrained, its layer does to a hidden state what the target's does; of another kind of layer nothing is copied."""
+    target = target_of()
+    head: Any = Eagle3Training(target, LAYERS, torch.arange(VOCAB)).head
+    layer, rows = head.layers[0], torch.randn(1, 5, target.config.hidden_size)
+    theirs: Any = target.model.layers[-1]
+    place = torch.arange(5)[None]
+    rotary = dict(position_embeddings=target.model.rotary_emb(rows, place), position_ids=place)
+    fused = head.fuse(torch.cat([torch.randn_like(rows), rows, torch.randn_like(rows)], dim=-1))
+    embeddings = torch.randn_like(rows)
+    both = torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(fused)], dim=-1)
+    hidden = fused + layer.self_attn(hidden_states=both, attention_mask=None, **rotary)[0]
+    hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    expected = theirs(rows, attention_mask=None, **rotary)
+    torch.testing.assert_close(hidden, expected[0] if isinstance(expected, tuple) else expected)
+    torch.testing.assert_close(head.norm.weight, target.model.norm.weight)
+    other: Any = Eagle3Training(target_of("gpt2"), LAYERS, torch.arange(VOCAB)).head
+    assert other.layers[0].self_attn.q_proj.weight[:, : rows.shape[-1]].any()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("first", [0, 3])
+def test_unrolled_steps_are_those_of_the_model(cached: bool, first: int) -> None:
+    """Step s of the chain that starts at j, for every j and s, against the network that drafts, one chain at a time."""
+    target = target_of()
+    training = eagle(target)
+    head = training.head.double()
+    training.embeddings.double()
+    tokens = random_text(target, 10, 4).tokens[None]
+    with torch.no_grad():
+        fused = head.fuse(hidden_of(target, tokens[0])[None, :-1].double())
+        unroll = Unroll(head, tokens, fused, first)
+        steps = [unroll.step() for _ in range(STEPS)]
+        for chain, start in enumerate(range(first, 9)):
+            cache = DynamicCache() if cached else None
+            features, place = fused[:, : start + 1], 0
+            for step in range(STEPS):
+                if start + 1 + step >= tokens.shape[1]:
+                    break
+                read = torch.arange(place, start + 1 + step)[None]
+                output = head(
+                    tokens[:, read[0] + 1], features[:, place:], read, past_key_values=cache, use_cache=cached
+                )[0]
+                found, expected = head.logits(steps[step][:, chain]), head.logits(output[:, -1])
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # norms and scores are float32
+                features = torch.cat([features, output[:, -1:]], dim=1)
+                place = features.shape[1] - 1 if cached else 0
+
+
+@pytest.mark.parametrize("wants_weight", [False, True])
+def test_soft_cross_entropy_is_the_textbook_formula(wants_weight: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(700, 16, generator=generator, requires_grad=True)  # more than two parts of rows
+    weight = torch.randn(40, 16, generator=generator, requires_grad=wants_weight)
+    labels = torch.randn(900, 40, generator=generator).softmax(-1)
+    rows = torch.randint(0, 900, (700,), generator=generator)
+    loss, best = soft_cross_entropy(hidden, weight, labels, rows)
+    (3 * loss).backward()
+    found = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+    logits = hidden @ weight.T
+    expected = -(labels[rows] * logits.log_softmax(-1)).sum(-1).mean()
+    (3 * expected).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, (hidden.grad, weight.grad))
+    assert (weight.grad is not None) == wants_weight
+    assert torch.equal(best, logits.argmax(-1))
+
+
+def textbook(
+    module: Any, batch: Batch, target: PreTrainedModel, ids: Tensor, logits_of: Callable[[int, int, int], Tensor]
+) -> tuple[float, list[list[int]]]:
+    """Loss and outcomes, one chain and one draft after another; logits_of(row, start, step) [V_draft]."""
+    losses: list[list[Tensor]] = [[] for _ in range(module.num_steps)]
+    outcomes = [[0, 0] for _ in range(module.num_steps)]
+    with torch.no_grad():
+        for row in range(len(batch.tokens)):
+            said = target(batch.tokens[row : row + 1, : batch.lengths[row]]).logits[0]
+            for start in range(max(int(batch.prompt_lengths[row]) - 2, 0), int(batch.lengths[row]) - 1):
+                stands = True
+                for step in range(module.num_steps):
+                    if start + 1 + step >= int(batch.lengths[row]):
+                        break
+                    wanted, logits = said[start + 1 + step], logits_of(row, start, step)
+                    losses[step].append(-(wanted[ids].softmax(-1) * logits.log_softmax(-1)).sum())
+                    outcomes[step][0] += stands
+                    stands = stands and int(ids[logits.argmax()]) == int(wanted.argmax())
+                    outcomes[step][1] += stands
+    loss = sum(module.step_decay**step * torch.stack(found).mean() for step, found in enumerate(losses))
+    return float(loss), outcomes
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_loss_of_eagle3(reduced: bool) -> None:
+    target = terse_target()
+    training = eagle(target, reduced).eval()
+    batch = ragged_batch(target)
+
+    def logits_of(row: int, start: int, step: int) -> Tensor:
+        return eagle_logits(training, batch.tokens[row], batch.hidden[row], start, step)
+
+    expected = textbook(training, batch, target, training.draft_ids, logits_of)
+    with torch.no_grad():
+        loss, outcomes = training(batch)
+    assert float(loss) == pytest.approx(expected[0], rel=0.01)  # labels in bfloat16
+    assert [outcome.tolist() for outcome in outcomes] == expected[1]
+    assert 0 < expected[1][0][1] < expected[1][0][0] and expected[1][1][1] > 0
+
+
+def eagle_logits(training: Eagle3Training, tokens: Tensor, hidden: Tensor, start: int, step: int) -> Tensor:
+    """[V_draft], by the network that drafts, without a cache."""
+    head = training.head
+    features = head.fuse(hidden[None, : start + 1])
+    for end in range(start + 1, start + 2 + step):
+        output = head(tokens[None, 1 : end + 1], features, torch.arange(end)[None], use_cache=False)[0]
+        features = torch.cat([features, output[:, -1:]], dim=1)
+    return head.logits(features[0, -1])
+
+
+@pytest.mark.parametrize("kind", [MedusaTraining, MlpTraining])
+def test_loss_of_heads(kind: Any) -> None:
+    target = terse_target()
+    training = rounded(kind(target, STEPS)).eval()
+    batch = ragged_batch(target)
+    hidden = batch.hidden[..., -32:]
+
+    def logits_of(row: int, start: int, step: int) -> Tensor:
+        if kind is MedusaTraining:
+            return training.head(hidden[row, start])[step]
+        state = training.head.first_state(hidden[row, start])
+        for earlier in range(step + 1):
+            state, logits = training.head(earlier, state, batch.tokens[row, start + 1 + earlier])
+        return logits
+
+    expected = textbook(training, batch, target, torch.arange(VOCAB), logits_of)
+    with torch.no_grad():
+        loss, outcomes = training(batch)
+    assert float(loss) == pytest.approx(expected[0], rel=1e-4)
+    assert [outcome.tolist() for outcome in outcomes] == expected[1]
+    assert 0 < expected[1][0][1] < expected[1][0][0]
+
+
+def test_loss_of_a_draft_model() -> None:
+    """With all layers it is the target: no draft is wrong, and the loss is the entropy of the target's distributions."""
+    target = target_of()
+    batch = ragged_batch(target)
+    with torch.no_grad():
+        whole = DraftModelTraining(target, 2).to(torch.bfloat16).float()
+        loss, ((seen, stood),) = whole(batch)
+        said = [
+            target(tokens[None, :length]).logits[0] for tokens, length in zip(batch.tokens, batch.lengths, strict=True)
+        ]
+        starts = [max(int(length) - 2, 0) for length in batch.prompt_lengths]
+        rows = torch.cat([logits[start + 1 :] for logits, start in zip(said, starts, strict=True)])
+        entropy = torch.distributions.Categorical(logits=rows).entropy().mean()
+    assert seen == stood == len(rows)
+    torch.testing.assert_close(loss, entropy)
+    first = DraftModelTraining(target, 1).head
+    assert torch.equal(first.model.layers[0].mlp.up_proj.weight, target.model.layers[0].mlp.up_proj.weight)
+
+
+def expected_drafts(target: PreTrainedModel, training: Any, text: list[int]) -> list[int]:
+    """By what was trained, draft after draft: a step reads the drafts before it as text."""
+    drafts: list[int] = []
+    start = len(text) - 2
+    for step in range(STEPS):
+        tokens = torch.tensor([*text, *drafts])
+        hidden = hidden_of(target, torch.tensor(text))
+        hidden = torch.cat([hidden, hidden.new_zeros(len(drafts) + 1, hidden.shape[1])])
+        batch = collate([Text(torch.cat([tokens, tokens[:1]]), hidden, len(text))])
+        with torch.no_grad():
+            if isinstance(training, HeadTraining):
+                found = list(training.drafts(batch, torch.tensor([0]), torch.tensor([start])))[step][0]
+                drafts.append(int(found.argmax()))
+            else:
+                unroll = Unroll(training.head, batch.tokens, training.head.fuse(batch.hidden[:, :-1]), start)
+                found = training.head.logits([unroll.step() for _ in range(step + 1)][-1][0, 0])
+                drafts.append(int(training.draft_ids[found.argmax()]))
+    return drafts
+
+
+@pytest.mark.parametrize("method", ["eagle3", "frozen", "medusa", "mlp"])
+def test_drafters_draft_what_was_trained(method: str, tmp_path: Path) -> None:
+    """A head that is saved and read again drafts, in ragged batches over caches, what its training steps compute."""
+    target = target_of()
+    torch.manual_seed(5)
+    training: Any
+    if method in ("eagle3", "frozen"):
+        training = eagle(target, freeze_head=method == "frozen").eval()
+        save_eagle3(training, tmp_path, "target", "LlamaForCausalLM")
+        drafter: Any = EagleDrafter.from_pretrained(tmp_path, min_reach=0.0)
+        assert drafter.model.head_is_targets == (method == "frozen")
+    else:
+        training = rounded((MedusaTraining if method == "medusa" else MlpTraining)(target, STEPS)).eval()
+        training.save(tmp_path)
+        options = {} if method == "medusa" else {"min_reach": 0.0}
+        drafter = (MedusaDrafter if method == "medusa" else MlpSpeculatorDrafter).from_pretrained(tmp_path, **options)
+    most = 4 if training.__class__ is Eagle3Training else STEPS
+
+    def expected(text: list[int]) -> list[int]:
+        found = expected_drafts(target, training, text)
+        return found + [-1] * (most - STEPS)
+
+    propose = drafter.propose
+    drafter.propose = lambda state, count: propose(state, min(count, STEPS))
+    check_greedy_drafts(target, drafter, expected, STEPS)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "cohere", "granite"])
+def test_labels_are_what_the_target_says(name: str) -> None:
+    target = tiny(name, dtype=torch.bfloat16, **({"logits_scaling": 4.0} if name == "granite" else {})).float()
+    head = target.get_output_embeddings()
+    if head.bias is not None:
+        torch.nn.init.normal_(head.bias)
+    with torch.no_grad():
+        output = target(torch.arange(2, 22)[None], output_hidden_states=True)
+        found = TargetHead.of(target).float()(output.hidden_states[-1])
+        some = TargetHead.of(target).rows(torch.tensor([5, 2])).float()(output.hidden_states[-1])
+    torch.testing.assert_close(found, output.logits, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(some, output.logits[..., [5, 2]], rtol=0.01, atol=0.01)
+
+
+def test_evaluation_counts_texts_of_any_length() -> None:
+    """Batches whose texts are too short for later drafts count for the earlier ones, wherever they stand."""
+    target = target_of()
+    training = eagle(target)
+    short, long = (collate([random_text(target, length, 2)]) for length in (3, 9))
+    found = evaluate(training, iter([short, long, short]))
+    assert training.training
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        (short_loss, few), (long_loss, many) = training.eval()(short), training(long)
+    assert (len(few), len(many)) == (2, 3)
+    sums = [2 * few[0] + many[0], 2 * few[1] + many[1], many[2]]
+    assert found["acceptance"] == acceptance(sums)
+    chains = [int(few[0][0]), int(many[0][0])]
+    expected = (2 * short_loss * chains[0] + long_loss * chains[1]) / (2 * chains[0] + chains[1])
+    assert found["loss"] == pytest.approx(float(expected))
+    assert evaluate(training, iter([])) == {"loss": 0.0, "acceptance": []}
+
+
+def test_learning_rate_rises_and_falls() -> None:
+    rates = [learning_rate(step / 100) for step in range(101)]
+    top = rates.index(max(rates))
+    assert 0 < rates[0] < 0.1 and max(rates) == pytest.approx(1.0) and top <= 4
+    assert rates[:top] == sorted(rates[:top]) and rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates[-1] == pytest.approx(0.05)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """Three files with hidden states of 30 texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.training.hidden.TEXTS_PER_FILE", 12)
+        answers = [Answer(list(range(2, 4 + i % 5)), list(range(10, 11 + i))) for i in range(30)]
+        yield keep_hidden_states(target_of(), answers, (1, 2), tmp_path_factory.mktemp("hidden"), 20)
+
+
+def test_kept_hidden_states_are_those_of_the_target(files: list[Path]) -> None:
+    target = target_of()
+    texts = [text for file in files for text in read_texts(file)]
+    assert len(files) == 3 and len(texts) == 30
+    assert max(len(text.tokens) for text in texts) == 20  # cut
+    for text in texts:
+        assert text.hidden.dtype == torch.float32
+        torch.testing.assert_close(text.hidden, hidden_of(target, text.tokens)[:, 32:], rtol=1e-4, atol=1e-4)
+        assert text.tokens[text.prompt_length :].tolist() == list(range(10, 10 + len(text.tokens) - text.prompt_length))
+
+
+def test_batches_hold_every_text_once(files: list[Path]) -> None:
+    def texts_of(seed: int, epoch: int) -> list[tuple[int, ...]]:
+        found = []
+        for batch in batches(files, 60, seed, epoch):
+            assert batch.tokens.numel() <= 60
+            assert batch.hidden.shape == (*batch.tokens.shape, 64)
+            found += [tuple(row[:length].tolist()) for row, length in zip(batch.tokens, batch.lengths, strict=True)]
+        return found
+
+    first = texts_of(0, 0)
+    assert first == texts_of(0, 0)
+    assert first != texts_of(0, 1) and first != texts_of(1, 0)
+    assert (
+        sorted(first)
+        == sorted(texts_of(0, 1))
+        == sorted(tuple(t.tokens.tolist()) for f in files for t in read_texts(f))
+    )
+    assert all(len(b.tokens) == 1 for b in batches(files, 1, 0, 0))
+
+
+def test_frequent_tokens() -> None:
+    answers = [Answer([7] * 20 + [9] * 11, [3, 3, 3, 5]), Answer([8], [5, 2, 1])]
+    assert frequent_tokens(answers, 12, 4).tolist() == [3, 5, 7, 9]  # 3, 2, 2.0 and 1.1 times
+    assert frequent_tokens(answers, 12, 6).tolist() == [1, 2, 3, 5, 7, 9]
+    assert frequent_tokens(answers, 12, 100).tolist() == list(range(12))
