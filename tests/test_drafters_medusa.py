@@ -1,6 +1,7 @@
 """Medusa heads: both layouts of their checkpoints, the drafts against the paper's formula, and that no law is bent."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -250,9 +251,18 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)  # of the second file, config.json
-    with pytest.raises(OSError, match="No space"):
-        drafter.save(folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)  # of the second file, config.json
+        with pytest.raises(OSError, match="No space"):
+            drafter.save(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # bytes: too few for the weights
+    try:
+        with pytest.raises(OSError, match=r"could not be written|too large"):
+            drafter.save(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -165,6 +166,8 @@ def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[s
         text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for place, complete in new.items():
             os.replace(complete, place)
+    except SafetensorError as error:  # its own kind of error for a full disk
+        raise OSError(f"{weights} could not be written: {error}") from error
     finally:
         for complete in new.values():
             complete.unlink(missing_ok=True)
