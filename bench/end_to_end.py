@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import engine
 from bench import timing
 from bench.attention_cases import attention_report
+from bench.drafter_cases import NUM_DRAFT_TOKENS, drafter_costs
 from bench.throughput.synthetic import SyntheticDrafter
 from bench.throughput.theory import expected_tokens
 
@@ -168,6 +169,13 @@ def warmup(device: str) -> dict[str, Any]:
     return {"weights": LABEL, "buckets": 4, "seconds": time.perf_counter() - begin}
 
 
+def drafting(device: str) -> dict[str, Any]:
+    """A row for each kind of drafter."""
+    target = model("1B" if device == "cuda" else "tiny", device)
+    texts = prompts(1, target.config.vocab_size)
+    return {"weights": LABEL, "K": NUM_DRAFT_TOKENS} | drafter_costs(target, load, texts, params(device))
+
+
 CASES: dict[str, Callable[[str], Any]] = {
     "ragged attention": attention_report,
     "plain decoding": plain_decoding,
@@ -175,4 +183,5 @@ CASES: dict[str, Callable[[str], Any]] = {
     "host time": host_time,
     '"auto" against plain': automatic_length,
     "warm-up of 4 buckets": warmup,
+    "drafting, by drafter": drafting,
 }

@@ -22,6 +22,13 @@ def test_all_cases_run(figures: dict[str, Any]) -> None:
     assert figures["warm-up of 4 buckets"]["seconds"] > 0
 
 
+def test_every_kind_of_drafter_has_a_row(figures: dict[str, Any]) -> None:
+    rows = {name: row for name, row in figures["drafting, by drafter"].items() if isinstance(row, dict)}
+    assert len(rows) == 8
+    for row in rows.values():
+        assert 0 < row["draft_us"] < row["round_us"] and 1 <= row["tokens_per_round"] < 5
+
+
 def test_the_synthetic_drafter_is_held_against_theory(figures: dict[str, Any]) -> None:
     case = figures["synthetic acceptance 0.8, K = 5"]
     assert case["theory"] == pytest.approx((1 - 0.8**6) / 0.2)

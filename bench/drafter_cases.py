@@ -1,0 +1,69 @@
+"""What drafting costs with each kind of drafter, for the GPU report: random weights of the sizes in use, on a random target.
+
+Nothing here says how often drafts stand. With random weights hardly any do, so that every round is a whole one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import engine
+from engine.drafters.eagle_model import EagleModel
+from engine.drafters.medusa import MedusaHeads
+from engine.drafters.mlp import MlpSpeculator
+from engine.training.eagle3 import head_config
+
+NUM_DRAFT_TOKENS = 4
+DRAFT_VOCAB = 32_000  # of an EAGLE-3 head, as published ones have
+
+
+def drafters(target: PreTrainedModel) -> dict[str, Callable[[], engine.Drafter]]:
+    """By name: what makes a drafter for this target."""
+    config = target.config
+    hidden, vocab, layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    with_head = engine.CascadeDrafter
+    return {
+        "ngram": engine.NGramDrafter,
+        "suffix": engine.SuffixDrafter,
+        "a quarter of the layers": lambda: engine.LayerSkipDrafter(exit_layer=max(layers // 4, 1)),
+        "eagle3": lambda: _eagle3(config),
+        "ngram, else eagle3": lambda: with_head(engine.NGramDrafter(min_ngram=2), _eagle3(config)),
+        "medusa": lambda: engine.MedusaDrafter(MedusaHeads(hidden, None, NUM_DRAFT_TOKENS, output="target")),
+        "mlp": lambda: engine.MlpSpeculatorDrafter(MlpSpeculator(hidden, vocab, NUM_DRAFT_TOKENS, tie_weights=True)),
+        "draft model of two layers": lambda: engine.DraftModel(_draft_model(target)),
+    }
+
+
+def _eagle3(config: Any) -> engine.EagleDrafter:
+    layers = config.num_hidden_layers
+    draft_vocab = min(DRAFT_VOCAB, config.vocab_size)
+    head = EagleModel(head_config(config, 3, draft_vocab, None))
+    return engine.EagleDrafter(head, (0, layers // 2, layers), min_reach=0.0)
+
+
+def _draft_model(target: PreTrainedModel) -> PreTrainedModel:
+    shape = target.config.to_dict() | {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 2048}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    with torch.device(target.device):
+        return LlamaForCausalLM(LlamaConfig(**shape)).to(target.dtype).eval()
+
+
+def drafter_costs(
+    target: PreTrainedModel, load: Callable[..., engine.Engine], texts: list[list[int]], params: engine.SamplingParams
+) -> dict[str, Any]:
+    """For each drafter: microseconds of drafting and of a whole round at B = 1, the second time that the texts are answered."""
+    figures: dict[str, Any] = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name, make in drafters(target).items():
+            llm = load(target, make(), num_draft_tokens=NUM_DRAFT_TOKENS)
+            llm.generate(texts, params)
+            stats = llm.generate(texts, params)[0].stats
+            seconds = stats.total_seconds - stats.prefill_seconds
+            figures[name] = {
+                "draft_us": stats.draft_seconds / stats.rounds * 1e6, "round_us": seconds / stats.rounds * 1e6,
+                "tokens_per_round": stats.block_efficiency,
+            }  # fmt: skip
+    return figures
