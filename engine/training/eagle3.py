@@ -175,7 +175,7 @@ def start_as_last_layer(head: EagleModel, target: PreTrainedModel) -> None:
     """Copy what the head's layer has in common with the target's last one, if that is of a llama's kind.
 
     The head then begins as a layer that carries on from the last hidden states but one that it reads, and looks at no
-    embeddings; from there it learns in half the tokens that it needs from random weights.
+    embeddings. For SmolLM2-135M the loss after 60,000 tokens was lower than after 90,000 from random weights.
     """
     if target.config.get_text_config().model_type not in _LIKE_LLAMA:
         return
