@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from test_sampling_law import g_test
@@ -145,6 +146,36 @@ def law_of_three(target: PreTrainedModel, setting: dict[str, Any]) -> dict[Any, 
         at = len(LAW_PROMPT) - 1 + place
         law *= warpers(texts, logits[:, at]).softmax(-1).gather(1, texts[:, at + 1, None])[:, 0]
     return dict(zip(outcomes, law.tolist(), strict=True))
+
+
+# (verification, sampling, options of the drafter, samples): each rule by default, the whole product under -m slow.
+LAW_CASES: list[Any] = [
+    ("rejection", dict(temperature=1.0), {}, 8_000),
+    ("block", dict(temperature=0.7, top_k=5, top_p=0.9), {}, 8_000),
+    ("coupled", dict(temperature=1.0), {}, 8_000),
+    ("rejection", dict(temperature=1.0), {"greedy": True}, 8_000),
+    *(
+        pytest.param(verification, setting, options, 200_000, marks=pytest.mark.slow)
+        for verification in ("rejection", "block", "coupled")
+        for setting in (dict(temperature=1.0), dict(temperature=0.7, top_k=5, top_p=0.9))
+        for options in ({}, {"greedy": True})
+    ),
+]
+
+
+def lying(drafter: engine.Drafter) -> engine.Drafter:
+    """The drafter, which from now on says of its second draft's distribution what is not so."""
+    propose = drafter.propose
+
+    def lie(state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        proposal = propose(state, num_draft_tokens)
+        assert proposal.logits is not None
+        logits = proposal.logits.clone()
+        logits[:, 1:] *= 0.3
+        return proposal._replace(logits=logits, stats=None)
+
+    drafter.propose = lie  # type: ignore[method-assign]
+    return drafter
 
 
 def check_law(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_checkpoints import Head, check_drafts, good_eagle1, good_eagle3
-from head_checkpoints import LAW_VOCAB, check_law, law_target
+from head_checkpoints import LAW_VOCAB, check_law, law_target, lying
 from safetensors.torch import load_file
 from test_graphs import CountedGraphs, Replay, with_graphs
 from tiny_models import CONTEXT, VOCAB, greedy, random_prompts, tiny
@@ -359,18 +359,7 @@ def test_sampling_law(
 def test_a_wrong_law_is_caught(tmp_path: Path, verification: str) -> None:
     """The same test, for a drafter that lies about its second draft's distribution."""
     target = law_target()
-    drafter = law_drafter(tmp_path, 3)
-    propose = drafter.propose
-
-    def lying(state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
-        proposal = propose(state, num_draft_tokens)
-        assert proposal.logits is not None
-        logits = proposal.logits.clone()
-        logits[:, 1:] *= 0.3
-        return proposal._replace(logits=logits, stats=None)
-
-    drafter.propose = lying  # type: ignore[method-assign]
-    assert check_law(target, drafter, verification, PLAIN, 16_000) < 1e-4
+    assert check_law(target, lying(law_drafter(tmp_path, 3)), verification, PLAIN, 16_000) < 1e-4
 
 
 def test_coupled_text_is_the_seeds_alone(small: PreTrainedModel, good: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from head_checkpoints import (
     HIDDEN,
+    LAW_CASES,
     LAW_VOCAB,
     check_greedy_drafts,
     check_law,
@@ -16,6 +17,7 @@ from head_checkpoints import (
     greedy_texts,
     last_hidden,
     law_target,
+    lying,
     mlp_config,
     mlp_shapes,
     random_tensors,
@@ -161,21 +163,7 @@ def law_drafter(**options: Any) -> MlpSpeculatorDrafter:
     return MlpSpeculatorDrafter(MlpSpeculator(HIDDEN, LAW_VOCAB, 2, inner_size=16), min_reach=0.0, **options)
 
 
-@pytest.mark.parametrize(
-    ("verification", "setting", "options", "count"),
-    [
-        ("rejection", dict(temperature=1.0), {}, 8_000),
-        ("block", dict(temperature=0.7, top_k=5, top_p=0.9), {}, 8_000),
-        ("coupled", dict(temperature=1.0), {}, 8_000),
-        ("rejection", dict(temperature=1.0), {"greedy": True}, 8_000),
-        *(
-            pytest.param(verification, setting, options, 200_000, marks=pytest.mark.slow)
-            for verification in ("rejection", "block", "coupled")
-            for setting in (dict(temperature=1.0), dict(temperature=0.7, top_k=5, top_p=0.9))
-            for options in ({}, {"greedy": True})
-        ),
-    ],
-)
+@pytest.mark.parametrize(("verification", "setting", "options", "count"), LAW_CASES)
 def test_sampling_law(verification: str, setting: dict[str, Any], options: dict[str, Any], count: int) -> None:
     target = law_target()
     assert check_law(target, law_drafter(**options), verification, setting, count) > 1e-3
@@ -185,18 +173,7 @@ def test_sampling_law(verification: str, setting: dict[str, Any], options: dict[
 def test_a_wrong_law_is_caught(verification: str) -> None:
     """The same test, for a drafter that lies about its second draft's distribution."""
     target = law_target()
-    drafter = law_drafter()
-    propose = drafter.propose
-
-    def lying(state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
-        proposal = propose(state, num_draft_tokens)
-        assert proposal.logits is not None
-        logits = proposal.logits.clone()
-        logits[:, 1:] *= 0.3
-        return proposal._replace(logits=logits, stats=None)
-
-    drafter.propose = lying  # type: ignore[method-assign]
-    assert check_law(target, drafter, verification, dict(temperature=1.0), 16_000) < 1e-4
+    assert check_law(target, lying(law_drafter()), verification, dict(temperature=1.0), 16_000) < 1e-4
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -100,22 +100,23 @@ class OwnTexts:
     def prefill(self, state: BatchState) -> None:
         """New rows: read their prompts, but for the last token of each."""
         prompts = []
-        for row, (slot, length) in enumerate(zip(_slots(state), state.prompt_lengths, strict=True)):
+        tokens = state.tokens[:, : max(state.prompt_lengths)].tolist()
+        for row, slot, length in zip(tokens, _slots(state), state.prompt_lengths, strict=True):
             self._texts[slot] = self._begin_text()
-            self._texts[slot].extend(state.tokens[row, :length].tolist())
+            self._texts[slot].extend(row[:length])
             prompts.append(self._texts[slot].ids)
         self._settle()
         self._read(_slots(state), prompts, state.rows)
 
     def follow(self, state: BatchState) -> list[Translation | None]:
         """The text of each row by now; None for rows that are not active."""
-        active, lengths = state.active.tolist(), (state.seq_lens + 1).tolist()
-        texts: list[Translation | None] = []
-        for row, slot in enumerate(_slots(state)):
-            text = self._texts[slot] if active[row] else None
-            if text is not None and text.num_read < lengths[row]:
-                text.extend(state.tokens[row, text.num_read : lengths[row]].tolist())
-            texts.append(text)
+        lengths = ((state.seq_lens + 1) * state.active).tolist()  # 0: not active
+        texts = [self._texts[slot] if length else None for slot, length in zip(_slots(state), lengths, strict=True)]
+        begin = min((text.num_read for text in texts if text is not None), default=0)
+        new = state.tokens[:, begin : max(lengths)].tolist()  # of all rows at once: each transfer waits for the device
+        for text, row, length in zip(texts, new, lengths, strict=True):
+            if text is not None and text.num_read < length:
+                text.extend(row[text.num_read - begin : length - begin])
         return texts
 
     def begin(self, state: BatchState, texts: Sequence[Translation | None]) -> Tensor:
