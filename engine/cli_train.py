@@ -65,6 +65,14 @@ def train(
             show_default="four, evenly spread",
         ),
     ] = None,
+    start_from: Annotated[
+        str | None,
+        _option(
+            "--start-from",
+            "eagle3: a head to begin with instead of new weights: a folder, a hub id or the name of a packaged one.",
+            metavar="HEAD",
+        ),
+    ] = None,
     freeze_head: Annotated[
         bool, _option("--freeze-head/--no-freeze-head", "eagle3: the output matrix stays the target's; not saved then.")
     ] = _DEFAULT.freeze_head,
@@ -89,7 +97,7 @@ def train(
     chosen = TrainingOptions(
         method=method, target=target or find_model(), chat=chat, temperatures=tuple(temperatures or _DEFAULT.temperatures),
         max_new_tokens=max_new_tokens, max_length=max_length, batch_size=batch_size, validation_share=validation_share,
-        draft_vocab_size=draft_vocab_size, layers=tuple(layers or ()), freeze_head=freeze_head, num_steps=num_steps,
+        draft_vocab_size=draft_vocab_size, layers=tuple(layers or ()), start_from=start_from, freeze_head=freeze_head, num_steps=num_steps,
         num_layers=num_layers, epochs=epochs, learning_rate=learning_rate, tokens_per_batch=tokens_per_batch, seed=seed,
         dtype=dtype, device=device,
     )  # fmt: skip

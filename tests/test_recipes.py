@@ -1,18 +1,26 @@
 """The prompts that the packaged head is trained on."""
 
 import json
+import os
 import random
+import shlex
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import typer
+from training_cases import write_target
+
+import engine
+from engine import cli
 
 ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "recipes" / "smollm2_135m_instruct"
 sys.path.append(str(ROOT))  # recipes/ is not installed
 
-from recipes.smollm2_135m_instruct import prompts, templates, words  # noqa: E402
+from recipes.smollm2_135m_instruct import invented, prompts, templates, words  # noqa: E402
 
 
 def test_prompts_are_the_same_each_time_distinct_and_not_empty() -> None:
@@ -55,3 +63,73 @@ def test_the_command_writes_a_prompt_a_line(tmp_path: Path) -> None:
     lines = [json.loads(line)["turns"] for line in out.read_text(encoding="utf-8").splitlines()]
     assert [turns[0] for turns in lines] == prompts.make(50, seed=0)
     assert done.stdout == f"{len(lines)} prompts in {out}\n"
+
+
+def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) -> None:
+    fake = tmp_path / "bin" / "python"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/bash\nprintf "%s\\n" "$*" >> "$COMMANDS"\ncase $4 in *.jsonl) seq 4000 > "$4" ;; esac\n')
+    fake.chmod(0o755)
+    commands, out = tmp_path / "commands", tmp_path / "out"
+    subprocess.run(
+        ["bash", RECIPE / "make_head.sh", out],
+        check=True,
+        env={**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "COMMANDS": str(commands)},
+    )
+    prompts_made, invented_made, *trainings = [shlex.split(line) for line in commands.read_text().splitlines()]
+    assert prompts_made == ["-m", "recipes.smollm2_135m_instruct.prompts", "--out", f"{out}/templates.jsonl"]
+    assert invented_made == ["-m", "recipes.smollm2_135m_instruct.invented", "--out", f"{out}/invented.jsonl"]
+    train = typer.main.get_command(cli.app).commands["train"]
+    first, second = (train.make_context("train", words[3:]).params for words in trainings)
+    for options in (first, second):
+        assert options["method"] == "eagle3" and options["freeze_head"] and options["num_steps"] == 3
+    assert second["start_from"] == str(first["out"]) == f"{out}/first"
+    assert [len(Path(options["prompts"]).read_text().splitlines()) for options in (first, second)] == [3072, 5120]
+
+
+SENTENCE = "The harbour of the old town has been closed since the storm, and nobody knows when it will open again. "
+TURNS = [
+    invented.Turn("", "What is a fjord?", True),
+    invented.Turn("", "What is a fjord?", True),
+    invented.Turn("Write a", " poem about rain.", True),
+    invented.Turn("Summarize:", " " + SENTENCE * 3, True),
+    invented.Turn("Summarize:", " " + SENTENCE * 5 + "But on the", False),
+    invented.Turn("Explain", " how a", False),
+]
+
+
+def test_invented_prompts_are_turns_that_ended_and_long_ones() -> None:
+    made = invented.prompts_of(TURNS * 5, seed=0)
+    assert made == invented.prompts_of(TURNS * 5, seed=0)
+    short = {
+        "What is a fjord?",
+        "Write a poem about rain.",
+        "Summarize: " + SENTENCE.strip() + (" " + SENTENCE.strip()) * 2,
+    }
+    assert short < set(made) and "Explain how a" not in made
+    long = set(made) - short
+    assert long and all(SENTENCE.strip() in prompt and "But on the" not in prompt for prompt in long)
+
+
+def test_long_prompts_hold_no_more_words_than_they_may() -> None:
+    texts = [f"{number} " + "word " * 150 for number in range(6)]
+    made = invented.long_prompts(texts, ["why?"], 50, seed=0)
+    counts = [prompt.count("word word ") and prompt.count("word") // 150 for prompt in made]
+    assert set(counts) == {1, 2}
+    assert any("Question: why?" in prompt for prompt in made)
+
+
+def test_the_target_invents_turns_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", max_position_embeddings=256)
+    llm = engine.load(str(target), drafter=None, max_batch_size=4)
+    work = tmp_path / "work.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(invented, "MAX_NEW_TOKENS", 8)
+        turns = invented.invent(llm, 6, work, seed=3)
+        before = work.read_bytes()
+        assert invented.invent(llm, 6, work, seed=3) == turns and work.read_bytes() == before
+    assert [turn.opening for turn in turns] == invented.openings(6, 3)[: len(turns)]
+    lines = [json.loads(line) for line in before.splitlines()]
+    assert len(lines) == 6
+    for line, opening in zip(lines, invented.openings(6, 3), strict=True):
+        assert bytes(line["prompt_token_ids"]).decode() == f"user: {opening}"

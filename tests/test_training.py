@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import CONFIGS
 from training_cases import PROMPTS, log_of, options, write_target
 
@@ -374,6 +375,7 @@ def test_a_training_that_diverges(target: Path, whole: Path, tmp_path: Path) -> 
         ({"temperatures": ()}, r"temperatures must be at least one finite number, all >= 0, got \[\]"),
         ({"temperatures": (0.0, -1.0)}, r"temperatures must be .* all >= 0, got \[0.0, -1.0\]"),
         ({"chat": "no"}, "chat must be True or False, got 'no'"),
+        ({"start_from": "head", "method": "mlp"}, "start_from must be None for the method mlp, got 'head'"),
         ({"freeze_head": 1}, "freeze_head must be True or False, got 1"),
     ],
 )
@@ -435,6 +437,45 @@ def test_the_chat_template_is_used_unless_told_otherwise(target: Path, whole: Pa
         line = json.loads((out / "work" / "answers.jsonl").read_text().splitlines()[0])
         assert bytes(line["prompt_token_ids"]).decode() == text
         assert len(line["token_ids"]) == 12
+
+
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize("freeze_head", [False, True])
+def test_a_head_to_start_from(freeze_head: bool, target: Path, whole: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"freeze_head": freeze_head, "epochs": 1}
+    if freeze_head:
+        start = train_drafter(PROMPTS, tmp_path / "start", options(target, **changes))
+    else:
+        start = whole
+    slow = changes | {"learning_rate": 1e-9, "draft_vocab_size": 50}
+    out = train_drafter(PROMPTS, tmp_path / "out", options(target, **slow, start_from=str(start)))
+    found, expected = load_file(out / "model.safetensors"), load_file(start / "model.safetensors")
+    assert found.keys() == expected.keys() and ("lm_head.weight" in found) != freeze_head
+    # New words cost nothing where the output matrix is the target's.
+    assert (found["d2t"].shape == expected["d2t"].shape) != freeze_head
+    for name in found.keys() - {"d2t", "t2d"}:
+        torch.testing.assert_close(found[name], expected[name], rtol=0.01, atol=1e-6, msg=name)  # bfloat16, tiny steps
+    card = (out / "README.md").read_text()
+    assert f"start_from: {start}" in card and "layers: (0, 1, 2)" in card
+
+
+def test_heads_that_cannot_be_started_from(target: Path, whole: Path, tmp_path: Path) -> None:
+    wider = write_target(tmp_path / "wider", intermediate_size=80)
+    for head, aim, changes, message in (
+        (whole, target, {"layers": (0, 2)}, r"layers must be \[0, 1, 2\], those of the head .*, got \[0, 2\]"),
+        (
+            whole,
+            target,
+            {"freeze_head": True},
+            "freeze_head must be False, as the head .* has an output matrix of its own",
+        ),
+        (whole, wider, {}, r"start_from must be .*; it differs in \['layers.0.mlp.down_proj.weight', "),
+        (target, target, {}, "start_from must be an EAGLE-3 head that says which layers it reads, got "),
+        ("ngram", target, {}, "start_from must be an EAGLE-3 head that says which layers it reads, got 'ngram'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_drafter(PROMPTS, tmp_path / "out", options(aim, start_from=str(head), **changes))
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

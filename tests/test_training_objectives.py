@@ -20,7 +20,7 @@ from engine.training.heads import DraftModelTraining, HeadTraining, MedusaTraini
 from engine.training.hidden import Text, keep_hidden_states, read_texts
 from engine.training.loop import acceptance, evaluate, learning_rate
 from engine.training.run import frequent_tokens
-from engine.training.soft_labels import soft_cross_entropy
+from engine.training.soft_labels import SoftLabels
 from engine.training.target_head import TargetHead
 
 STEPS = 3
@@ -129,7 +129,7 @@ def test_soft_cross_entropy_is_the_textbook_formula(wants_weight: bool) -> None:
     weight = torch.randn(40, 16, generator=generator, requires_grad=wants_weight)
     labels = torch.randn(900, 40, generator=generator).softmax(-1)
     rows = torch.randint(0, 900, (700,), generator=generator)
-    loss, best = soft_cross_entropy(hidden, weight, labels, rows)
+    loss, best = SoftLabels(labels, weight).cross_entropy(hidden, rows)
     (3 * loss).backward()
     found = hidden.grad, weight.grad
     hidden.grad = weight.grad = None

@@ -11,6 +11,7 @@ from .options import METHODS, TrainingOptions
 _ONLY_FOR = {
     "draft_vocab_size": ("eagle3",),
     "layers": ("eagle3",),
+    "start_from": ("eagle3",),
     "freeze_head": ("eagle3",),
     "num_steps": ("eagle3", "medusa", "mlp"),
     "num_layers": ("draft-model",),

@@ -17,7 +17,7 @@ from ..drafters.eagle_model import EagleModel, eagle_config
 from ..drafters.layer_skip import DecoderLayers
 from ..support import context_length
 from .batches import Batch
-from .soft_labels import soft_cross_entropy
+from .soft_labels import SoftLabels
 from .target_head import TargetHead
 
 _LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # a head's layer has all that theirs have, biases apart
@@ -66,6 +66,13 @@ class Eagle3Training(nn.Module):
         self.draft_ids: Tensor
         self.register_buffer("draft_ids", draft_ids, persistent=False)
 
+    def start_from(self, head: EagleModel) -> None:
+        """Begin with the weights of a head that passed `check_start`; with its output matrix, unless that is the target's."""
+        skipped = ("d2t", "t2d", "lm_head.weight") if head.head_is_targets else ()
+        found = {name: value for name, value in head.state_dict().items() if name not in skipped}
+        self.head.load_state_dict(found, strict=False)
+        self.head.config.norm_before_residual = head.config.norm_before_residual
+
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """The loss, and for each step the number of chains and of those whose draft the target would accept greedily."""
         first = max(int(batch.prompt_lengths.min()) - 2, 0)  # chains before that belong to no answer
@@ -76,9 +83,10 @@ class Eagle3Training(nn.Module):
         chain = torch.arange(first, tokens.shape[1] - 1, device=tokens.device)
         answers = chain >= batch.prompt_lengths[:, None] - 2
         with torch.no_grad():  # row [b, c + s] is the label of chain c's step s
-            labels = self.target_rows(final).softmax(-1).to(torch.bfloat16)
-            chosen = labels.argmax(-1) if self.training else self._argmax(final)
-        row = torch.arange(labels[..., 0].numel(), device=tokens.device).view(chosen.shape)
+            labels = torch.cat([self.target_rows(rows).softmax(-1).to(torch.bfloat16) for rows in final])
+            chosen = labels.argmax(-1).view(final.shape[:2]) if self.training else self._argmax(final)
+        soft = SoftLabels(labels, self.head.lm_head.weight)
+        row = torch.arange(len(labels), device=tokens.device).view(chosen.shape)
         unroll = Unroll(self.head, tokens, self.head.fuse(features[:, :-1].to(self.head.fc.weight.dtype)), first)
         loss, outcomes = torch.zeros((), device=tokens.device), []
         right = torch.ones_like(answers)
@@ -89,7 +97,7 @@ class Eagle3Training(nn.Module):
                 break
             normed = self.head.norm(hidden[:, : count - step][there])
             where = row[:, step:][there]
-            entropy, drafts = soft_cross_entropy(normed, self.head.lm_head.weight, labels.flatten(0, 1), where)
+            entropy, drafts = soft.cross_entropy(normed, where)
             loss = loss + self.step_decay**step * entropy
             stood = (drafts if self.training else self.draft_ids[drafts]) == chosen.flatten()[where]
             before = right[:, : count - step][there]
@@ -157,14 +165,14 @@ class Unroll:
         """To first steps of positions up to the chain's start, and to its own later ones: [B, N, heads * D]."""
         batch, heads, count, size = queries.shape
         groups = self._keys.shape[1]
-        grouped = queries.reshape(batch, groups, heads // groups, count, size)
+        grouped = (queries * size**-0.5).reshape(batch, groups, heads // groups, count, size)
         place = torch.arange(self._keys.shape[2], device=queries.device)
         visible = place <= self._first + torch.arange(count, device=queries.device)[:, None]
         first = torch.einsum("bgqnd,bgkd->bgqnk", grouped, self._keys).float()
         scores = [first.masked_fill(~visible, -torch.inf)]
         own = [(keys[:, :, None, :count], values[:, :, None, :count]) for keys, values in self._own]
         scores += [(grouped * keys).float().sum(-1, keepdim=True) for keys, _ in own]
-        weights = (torch.cat(scores, dim=-1) * size**-0.5).softmax(-1).to(queries.dtype)
+        weights = torch.cat(scores, dim=-1).softmax(-1).to(queries.dtype)
         output = torch.einsum("bgqnk,bgkd->bgqnd", weights[..., : len(place)], self._values)
         for index, (_, values) in enumerate(own):
             output = output + weights[..., len(place) + index, None] * values
@@ -195,6 +203,27 @@ def start_as_last_layer(head: EagleModel, target: PreTrainedModel) -> None:
     if head.config.num_features > 1:
         head.fc.weight.zero_()
         head.fc.weight[:, -2 * size : -size] = torch.eye(size)
+
+
+def check_start(head: EagleModel, target: PreTrainedModel) -> None:
+    """Whether a training for the target can begin with this head.
+
+    Raises:
+        ValueError: naming the tensors by which it differs from the heads that `Eagle3Training` makes.
+    """
+    config = target.config.get_text_config()
+    with torch.device("meta"):
+        own = EagleModel(head_config(config, head.config.num_features, head.config.draft_vocab_size, None)).state_dict()
+    theirs = head.state_dict()
+    wrong = sorted(
+        name
+        for name in own.keys() | theirs.keys()
+        if name not in own or name not in theirs or own[name].shape != theirs[name].shape
+    )
+    if head.own_embeddings is not None:
+        wrong.append("embed_tokens.weight")
+    if wrong:
+        raise ValueError(f"start_from must be a head of one layer like the target's; it differs in {wrong}")
 
 
 def head_config(target: Any, num_features: int, draft_vocab_size: int, intermediate_size: int | None) -> Any:

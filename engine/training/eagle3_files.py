@@ -44,7 +44,7 @@ def config(training: Eagle3Training, target: str, architecture: str) -> dict[str
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
         "draft_vocab_size": own.draft_vocab_size,
-        "norm_before_residual": False,
+        "norm_before_residual": own.norm_before_residual,
         "norm_before_fc": False,
         "fc_norm": False,
         "norm_output": False,

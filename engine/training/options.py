@@ -28,6 +28,8 @@ class TrainingOptions:
         draft_vocab_size: eagle3: so many of the answers' most frequent tokens can be drafted.
         layers: eagle3: the hidden states it reads (see `HiddenStates`); empty: a quarter, half and three quarters of the way
             and what the target's head reads.
+        start_from: eagle3: folder or hub id of a head, or the name of a packaged one, to begin with instead of new weights; its
+            `layers` are read, and its draft vocabulary is kept where it has an output matrix of its own.
         freeze_head: eagle3: the output matrix stays that of the target, and is not saved.
         num_steps: eagle3, medusa, mlp: drafts in a chain while training; for medusa and mlp the longest draft ever.
         num_layers: draft-model: of the target's.
@@ -52,6 +54,7 @@ class TrainingOptions:
     validation_share: float = 0.05
     draft_vocab_size: int = 8192
     layers: tuple[int, ...] = ()
+    start_from: str | None = None
     freeze_head: bool = False
     num_steps: int = 4
     num_layers: int = 4
@@ -67,6 +70,8 @@ class TrainingOptions:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if not isinstance(self.target, str) or not self.target:
             raise ValueError(f"target must be a hub id, a folder or a GGUF file, got {self.target!r}")
+        if self.start_from is not None and self.method != "eagle3":
+            raise ValueError(f"start_from must be None for the method {self.method}, got {self.start_from!r}")
         for name in _AT_LEAST_ONE:
             check_int(name, getattr(self, name), 1)
         check_int("max_length", self.max_length, 2)

@@ -7,7 +7,7 @@ When the drafter is there, work/ is of no more use.
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 
 from .. import load
 from ..config import check_int
+from ..drafters.eagle import EagleDrafter
+from ..drafters.named import named
 from ..engine import Engine
 from ..prompts import encode
 from ..support import vocab_size
 from .answers import Answer, answer_prompts
 from .card import card
-from .eagle3 import Eagle3Training
+from .eagle3 import Eagle3Training, check_start
 from .eagle3_files import save_eagle3
 from .files import begin, check_out, no_room, replacing, settings_of
 from .heads import DraftModelTraining, MedusaTraining, MlpTraining
@@ -59,11 +61,17 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     shared = [field.name for field in fields(options) if field.metadata.get("part_of_settings", True)]
     settings = settings_of({name: getattr(options, name) for name in shared}, prompts)
     check_out(out, settings)
+    start = None
+    if options.start_from is not None:
+        start = _head_to_start_from(options)
+        options = replace(options, layers=start.layers or ())
     llm = load(
         options.target, None, exact=False, max_batch_size=options.batch_size, dtype=options.dtype, device=options.device
     )
     target, tokenizer = llm.target_model, llm.tokenizer
     layers = _layers(target, options)
+    if start is not None:
+        check_start(start.model, target)
     limit = min(options.max_length, llm.max_length)
     ids = [_encode(prompt, index, llm, limit, options.chat) for index, prompt in enumerate(prompts)]
     work = begin(out, settings)
@@ -78,7 +86,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         with no_room(work / name):
             (work / name).mkdir(exist_ok=True)
         states[name] = keep_hidden_states(target, part, layers, work / name, limit)
-    objective = _objective(target, parts["training"], layers, options)
+    objective = _objective(target, parts["training"], layers, options, start)
     schedule = Schedule(
         epochs=options.epochs,
         learning_rate=options.learning_rate,
@@ -123,8 +131,30 @@ def _layers(target: PreTrainedModel, options: TrainingOptions) -> tuple[int, ...
     return layers if layers[-1] == count else (*layers, count)
 
 
+def _head_to_start_from(options: TrainingOptions) -> EagleDrafter:
+    """The EAGLE-3 head that the options name.
+
+    Raises:
+        ValueError: if it is something else, or does not go with the other options.
+        OSError: for a hub id that cannot be had.
+    """
+    name = str(options.start_from)
+    found = named(name)
+    if not isinstance(found, EagleDrafter) or found.model.config.eagle != 3 or not found.layers:
+        raise ValueError(f"start_from must be an EAGLE-3 head that says which layers it reads, got {name!r}")
+    if options.layers and options.layers != found.layers:
+        raise ValueError(f"layers must be {list(found.layers)}, those of the head {name}, got {list(options.layers)}")
+    if options.freeze_head and not found.model.head_is_targets:
+        raise ValueError(f"freeze_head must be False, as the head {name} has an output matrix of its own")
+    return found
+
+
 def _objective(
-    target: PreTrainedModel, answers: Sequence[Answer], layers: tuple[int, ...], options: TrainingOptions
+    target: PreTrainedModel,
+    answers: Sequence[Answer],
+    layers: tuple[int, ...],
+    options: TrainingOptions,
+    start: EagleDrafter | None,
 ) -> torch.nn.Module:
     """What is trained, on the target's device. Its first weights depend on the seed alone."""
     made: torch.nn.Module
@@ -136,9 +166,14 @@ def _objective(
     elif options.method == "draft-model":
         made = DraftModelTraining(target, options.num_layers)
     else:
-        frequent = frequent_tokens(answers, vocab_size(target), options.draft_vocab_size)
+        if start is None or start.model.head_is_targets:
+            ids = frequent_tokens(answers, vocab_size(target), options.draft_vocab_size)
+        else:
+            ids = start.model.target_ids
         read = options.layers or layers
-        made = Eagle3Training(target, read, frequent, options.num_steps, freeze_head=options.freeze_head)
+        made = Eagle3Training(target, read, ids, options.num_steps, freeze_head=options.freeze_head)
+        if start is not None:
+            made.start_from(start.model)
     return made.to(target.device)
 
 

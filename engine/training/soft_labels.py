@@ -1,7 +1,8 @@
 """Cross entropy of a head's logits to whole distributions, without ever holding all logits.
 
 Rows of the vocabulary are large: for 2,000 chains and 8,192 tokens, logits, probabilities and their gradients take 65 MB each.
-Done a few rows at a time, forward and backward together, they stay in a processor's cache.
+Done a few rows at a time, forward and backward together, they stay in a processor's cache. And since logits are
+hidden @ weight.T, a label is read once however often it is used: sum_v label(v) logit(v) = hidden . sum_v label(v) weight(v).
 """
 
 from typing import Any
@@ -9,49 +10,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROWS = 256
+_ROWS = 64
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """Mean over rows of -sum_v label(v) log softmax(hidden @ weight.T)(v)."""
+class SoftLabels:
+    """Distributions that an output matrix is to give.
 
+    Args:
+        labels: [N, V] probabilities; products are computed in their dtype.
+        weight: [V, H], of any dtype; gradients reach it if it requires them.
+    """
+
+    def __init__(self, labels: Tensor, weight: Tensor) -> None:
+        self._labels, self._weight = labels, weight
+        with torch.no_grad():
+            self._means = labels @ weight.to(labels.dtype)  # [N, H]
+
+    def cross_entropy(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean over rows of -sum_v label(v) log softmax(hidden @ weight.T)(v), and the likeliest token of each row.
+
+        Args:
+            hidden: [M, H].
+            rows: [M] int64, the label of each.
+
+        Returns:
+            [] float32 and [M] int64.
+        """
+        loss, best = _SoftCrossEntropy.apply(hidden, self._weight, self._labels, self._means, rows)
+        return loss, best
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,  # [M, H]
-        weight: Tensor,  # [V, H]
-        labels: Tensor,  # [N, V] probabilities
-        rows: Tensor,  # [M] int64, of `labels`
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, means: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The loss, and the likeliest token of each row, [M] int64."""
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        hidden, weight = hidden.to(labels.dtype), weight.to(labels.dtype)
         wants_weight = ctx.needs_input_grad[1]
+        hidden, weight, means = hidden.to(labels.dtype), weight.to(labels.dtype), means[rows]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        best = torch.empty_like(rows)
+        lse, best = torch.empty(len(hidden), device=hidden.device), torch.empty_like(rows)
         for begin in range(0, len(hidden), _ROWS):
             part = slice(begin, begin + _ROWS)
-            logits = (hidden[part] @ weight.T).float()
-            label = labels[rows[part]].float()
-            best[part] = logits.argmax(-1)
-            lse = logits.logsumexp(-1, keepdim=True)
-            loss += lse.sum() - (label * logits).sum()  # the labels of a row sum to 1
-            grad = ((logits - lse).exp_() - label).mul_(1 / len(hidden)).to(labels.dtype)
-            grad_hidden[part] = grad @ weight
+            logits = hidden[part] @ weight.T
+            highest, best[part] = logits.max(-1)
+            probs = logits.softmax(-1)
+            # The likeliest has at least 1 / V: its logarithm is finite.
+            lse[part] = highest.float() - probs.gather(-1, best[part, None])[:, 0].float().log()
+            torch.sub(probs @ weight, means[part], out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight += (grad.T @ hidden[part]).float()
+                grad_weight += (probs.sub_(labels[rows[part]]).T @ hidden[part]).float()
+        loss = (lse - (means.float() * hidden.float()).sum(-1)).mean()  # the labels of a row sum to 1
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(best)
-        return loss / len(hidden), best
+        return loss, best
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss, None if grad_weight is None else grad_weight * grad_loss, None, None
-
-
-def soft_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss, and likeliest tokens [M] int64: see `SoftCrossEntropy`."""
-    loss, best = SoftCrossEntropy.apply(hidden, weight, labels, rows)
-    return loss, best
+        scale = grad_loss / len(grad_hidden)
+        return grad_hidden * scale, None if grad_weight is None else grad_weight * scale, None, None, None
