@@ -250,13 +250,13 @@ def test_train_passes_all_options_on(
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_text('{"prompt": "one"}\n{"turns": ["two", "x"]}\n')
-    command = ["train", "mlp", "--prompts", str(prompts), "--out", str(out), "-t", "model"]
+    command = ["train", "eagle3", "--prompts", str(prompts), "--out", str(out), "-t", "model"]
     assert cli.main(command) == 0
-    assert capsys.readouterr().out == f"the mlp drafter is in {out}: use it with --target model --drafter {out}\n"
-    assert trainings.pop() == (["one", "two"], out, TrainingOptions("mlp", "model"))
+    assert capsys.readouterr().out == f"the eagle3 drafter is in {out}: use it with --target model --drafter {out}\n"
+    assert trainings.pop() == (["one", "two"], out, TrainingOptions("eagle3", "model"))
     other: dict[str, Any] = dict(
-        temperatures=(0.5, 1.0), layers=(3, 1), chat=False, freeze_head=True, max_new_tokens=5, max_length=6, batch_size=7,
-        validation_share=0.25, draft_vocab_size=8, num_steps=9, num_layers=10, epochs=11, learning_rate=0.125,
+        temperatures=(0.5, 1.0), layers=(3, 1), chat=False, start_from="head", freeze_head=True, max_new_tokens=5, max_length=6,
+        batch_size=7, validation_share=0.25, draft_vocab_size=8, num_steps=9, num_layers=10, epochs=11, learning_rate=0.125,
         tokens_per_batch=12, seed=13, dtype="float32", device="cpu",
     )  # fmt: skip
     assert {"method", "target", *other} == {field.name for field in dataclasses.fields(TrainingOptions)}
@@ -267,7 +267,7 @@ def test_train_passes_all_options_on(
         else:
             command += [f"--{flag}={item}" for item in (value if isinstance(value, tuple) else (value,))]
     assert cli.main(command) == 0
-    assert trainings.pop()[2] == TrainingOptions("mlp", "model", **other)
+    assert trainings.pop()[2] == TrainingOptions("eagle3", "model", **other)
 
 
 @pytest.mark.parametrize(
