@@ -97,8 +97,8 @@ def train(
     chosen = TrainingOptions(
         method=method, target=target or find_model(), chat=chat, temperatures=tuple(temperatures or _DEFAULT.temperatures),
         max_new_tokens=max_new_tokens, max_length=max_length, batch_size=batch_size, validation_share=validation_share,
-        draft_vocab_size=draft_vocab_size, layers=tuple(layers or ()), start_from=start_from, freeze_head=freeze_head, num_steps=num_steps,
-        num_layers=num_layers, epochs=epochs, learning_rate=learning_rate, tokens_per_batch=tokens_per_batch, seed=seed,
+        draft_vocab_size=draft_vocab_size, layers=tuple(layers or ()), start_from=start_from,
+        freeze_head=freeze_head, num_steps=num_steps, num_layers=num_layers, epochs=epochs, learning_rate=learning_rate, tokens_per_batch=tokens_per_batch, seed=seed,
         dtype=dtype, device=device,
     )  # fmt: skip
     from transformers.utils import logging

@@ -5,6 +5,7 @@ al., arXiv 1503.02531; for drafting, Zhou et al., arXiv 2310.08461) into a copy 
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +24,7 @@ MAX_CHAINS = 1024  # of a batch, evenly spread: rows of the whole vocabulary are
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in a config, with an entry for each layer
 
 
-class HeadTraining(nn.Module):
+class HeadTraining(nn.Module, ABC):
     """What the three have in common: labels from the target's last hidden states, and the loss.
 
     A chain starts at a position j of the text, one before the answer or later; its draft s (from 0) is of the token at
@@ -62,13 +63,13 @@ class HeadTraining(nn.Module):
             outcomes.append(torch.stack([before.sum(), right.sum()]))
         return loss, outcomes
 
+    @abstractmethod
     def drafts(self, batch: Batch, rows: Tensor, starts: Tensor) -> Iterator[Tensor]:
         """Logits [M, V] for draft after draft of the M chains; those whose label lies behind the text may be anything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write a checkpoint that `engine.load(drafter=folder)` reads, in bfloat16."""
-        raise NotImplementedError
 
     def final(self, batch: Batch) -> Tensor:
         """What the target's head reads: [B, T, H]."""

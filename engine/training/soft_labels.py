@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROWS = 64
+_ROWS_ON_CPU, _ROWS = 64, 2048  # at a time; elsewhere many small calls would cost more than the cache gives
 
 
 class SoftLabels:
@@ -50,8 +50,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         lse, best = torch.empty(len(hidden), device=hidden.device), torch.empty_like(rows)
-        for begin in range(0, len(hidden), _ROWS):
-            part = slice(begin, begin + _ROWS)
+        size = _ROWS_ON_CPU if hidden.device.type == "cpu" else _ROWS
+        for begin in range(0, len(hidden), size):
+            part = slice(begin, begin + size)
             logits = hidden[part] @ weight.T
             highest, best[part] = logits.max(-1)
             probs = logits.softmax(-1)
