@@ -80,6 +80,13 @@ def train(
         int, _option("--num-steps", "eagle3, medusa, mlp: drafts in a chain while training.")
     ] = _DEFAULT.num_steps,
     num_layers: Annotated[int, _option("--num-layers", "draft-model: of the target's.")] = _DEFAULT.num_layers,
+    learn_prompts: Annotated[
+        bool,
+        _option(
+            "--learn-prompts/--no-learn-prompts",
+            "Learn what follows in the prompts too, for prompts that read like what the target writes.",
+        ),
+    ] = _DEFAULT.learn_prompts,
     epochs: Annotated[int, _option("--epochs", "Times that every answer is learned from.")] = _DEFAULT.epochs,
     learning_rate: Annotated[float, _option("--learning-rate", "The highest.")] = _DEFAULT.learning_rate,
     tokens_per_batch: Annotated[int, _option("--tokens-per-batch", "Padding included.")] = _DEFAULT.tokens_per_batch,
@@ -98,7 +105,8 @@ def train(
         method=method, target=target or find_model(), chat=chat, temperatures=tuple(temperatures or _DEFAULT.temperatures),
         max_new_tokens=max_new_tokens, max_length=max_length, batch_size=batch_size, validation_share=validation_share,
         draft_vocab_size=draft_vocab_size, layers=tuple(layers or ()), start_from=start_from,
-        freeze_head=freeze_head, num_steps=num_steps, num_layers=num_layers, epochs=epochs, learning_rate=learning_rate, tokens_per_batch=tokens_per_batch, seed=seed,
+        freeze_head=freeze_head, num_steps=num_steps, num_layers=num_layers, learn_prompts=learn_prompts,
+        epochs=epochs, learning_rate=learning_rate, tokens_per_batch=tokens_per_batch, seed=seed,
         dtype=dtype, device=device,
     )  # fmt: skip
     from transformers.utils import logging

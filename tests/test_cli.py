@@ -257,7 +257,7 @@ def test_train_passes_all_options_on(
     other: dict[str, Any] = dict(
         temperatures=(0.5, 1.0), layers=(3, 1), chat=False, start_from="head", freeze_head=True, max_new_tokens=5, max_length=6,
         batch_size=7, validation_share=0.25, draft_vocab_size=8, num_steps=9, num_layers=10, epochs=11, learning_rate=0.125,
-        tokens_per_batch=12, seed=13, dtype="float32", device="cpu",
+        tokens_per_batch=12, learn_prompts=True, seed=13, dtype="float32", device="cpu",
     )  # fmt: skip
     assert {"method", "target", *other} == {field.name for field in dataclasses.fields(TrainingOptions)}
     for name, value in other.items():

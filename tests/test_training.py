@@ -459,6 +459,21 @@ def test_a_head_to_start_from(freeze_head: bool, target: Path, whole: Path, tmp_
     assert f"start_from: {start}" in card and "layers: (0, 1, 2)" in card
 
 
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "mlp", "draft-model"])
+def test_prompts_can_be_learned_too(method: str, target: Path, tmp_path: Path) -> None:
+    logs = []
+    for learn_prompts in (False, True):
+        chosen = options(target, method=method, learn_prompts=learn_prompts, epochs=1, learning_rate=1e-9)
+        logs.append(log_of(train_drafter(PROMPTS, tmp_path / str(learn_prompts), chosen)))
+    (*steps, end), (*other_steps, other_end) = logs
+    assert all("loss" in step for step in steps + other_steps)
+    assert abs(steps[0]["loss"] - other_steps[0]["loss"]) > 1e-3
+    # Held-back answers are what counts, and next to nothing was learned.
+    assert end["validation"]["acceptance"] == other_end["validation"]["acceptance"]
+    assert end["validation"]["loss"] == pytest.approx(other_end["validation"]["loss"], rel=1e-4)
+
+
 def test_heads_that_cannot_be_started_from(target: Path, whole: Path, tmp_path: Path) -> None:
     wider = write_target(tmp_path / "wider", intermediate_size=80)
     for head, aim, changes, message in (

@@ -361,6 +361,14 @@ def test_batches_hold_every_text_once(files: list[Path]) -> None:
     assert all(len(b.tokens) == 1 for b in batches(files, 1, 0, 0))
 
 
+def test_batches_to_learn_prompts_from(files: list[Path]) -> None:
+    answers, all_tokens = (list(batches(files, 60, 0, 0, learn_prompts=choice)) for choice in (False, True))
+    assert all(batch.prompt_lengths.all() for batch in answers)
+    assert not any(batch.prompt_lengths.any() for batch in all_tokens)
+    sums = [sum(int(batch.tokens.sum()) for batch in found) for found in (answers, all_tokens)]
+    assert sums[0] == sums[1] > 0
+
+
 def test_frequent_tokens() -> None:
     answers = [Answer([7] * 20 + [9] * 11, [3, 3, 3, 5]), Answer([8], [5, 2, 1])]
     assert frequent_tokens(answers, 12, 4).tolist() == [3, 5, 7, 9]  # 3, 2, 2.0 and 1.1 times

@@ -27,17 +27,22 @@ class Batch(NamedTuple):
         return Batch(*(tensor.to(device) for tensor in self))
 
 
-def batches(files: Sequence[Path], tokens_per_batch: int, seed: int, epoch: int) -> Iterator[Batch]:
+def batches(
+    files: Sequence[Path], tokens_per_batch: int, seed: int, epoch: int, learn_prompts: bool = False
+) -> Iterator[Batch]:
     """All texts once, on the CPU; those of a batch have prompts of like length.
 
     Args:
         tokens_per_batch: padding included; a text that is longer is a batch of its own.
+        learn_prompts: a prompt counts as part of its answer.
     """
     rng = random.Random(f"{seed}/{epoch}")
     order = list(files)
     rng.shuffle(order)
     for begin in range(0, len(order), _FILES_AT_A_TIME):
         texts = [text for file in order[begin : begin + _FILES_AT_A_TIME] for text in read_texts(file)]
+        if learn_prompts:
+            texts = [text._replace(prompt_length=0) for text in texts]
         groups = list(_groups(sorted(texts, key=lambda text: (text.prompt_length, len(text.tokens))), tokens_per_batch))
         rng.shuffle(groups)
         yield from (collate(group) for group in groups)

@@ -49,6 +49,7 @@ class Schedule:
         tokens_per_batch: padding included.
         seed: of the order of the texts.
         seconds_between_checkpoints: least.
+        learn_prompts: from them as from answers; validation is over answers.
     """
 
     epochs: int = 4
@@ -57,6 +58,7 @@ class Schedule:
     tokens_per_batch: int = 4096
     seed: int = 0
     seconds_between_checkpoints: float = 60.0
+    learn_prompts: bool = False
 
 
 def train(
@@ -81,7 +83,7 @@ def train(
     run.resume()
     with tqdm(total=run.total_tokens, initial=run.tokens, unit="token", unit_scale=True, desc="training") as bar:
         while run.epoch < schedule.epochs:
-            found = batches(files, schedule.tokens_per_batch, schedule.seed, run.epoch)
+            found = batches(files, schedule.tokens_per_batch, schedule.seed, run.epoch, schedule.learn_prompts)
             for index, batch in enumerate(found):
                 if index < run.batch:  # done before the interruption
                     continue

@@ -33,6 +33,8 @@ class TrainingOptions:
         freeze_head: eagle3: the output matrix stays that of the target, and is not saved.
         num_steps: eagle3, medusa, mlp: drafts in a chain while training; for medusa and mlp the longest draft ever.
         num_layers: draft-model: of the target's.
+        learn_prompts: what follows in the prompts is learned too: much more to learn from in the same time, where prompts read
+            like what the target writes.
         epochs: times that every answer is learned from.
         learning_rate: the highest.
         tokens_per_batch: padding included.
@@ -58,6 +60,7 @@ class TrainingOptions:
     freeze_head: bool = False
     num_steps: int = 4
     num_layers: int = 4
+    learn_prompts: bool = False
     epochs: int = 4
     learning_rate: float = 1e-3
     tokens_per_batch: int = 4096
@@ -80,7 +83,7 @@ class TrainingOptions:
         object.__setattr__(self, "temperatures", tuple(self.temperatures))
         for layer in self.layers:
             check_int("layers", layer, 0)
-        for name in ("chat", "freeze_head"):
+        for name in ("chat", "freeze_head", "learn_prompts"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not _is_number(self.validation_share) or not 0 < self.validation_share < 1:

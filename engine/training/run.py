@@ -92,6 +92,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         learning_rate=options.learning_rate,
         tokens_per_batch=options.tokens_per_batch,
         seed=options.seed,
+        learn_prompts=options.learn_prompts,
     )
     log = train(objective, states["training"], states["validation"], work, schedule)
     _save(objective, target, tokenizer, out, options)
