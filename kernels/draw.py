@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import philox
 from .records import DRAW_BLOCK
-from .rows import SMALL, bounds, exp, finite_peak
+from .rows import SMALL, bounds, exp, exp_, finite_peak
 
 
 def draw_by_token(
@@ -52,7 +52,7 @@ def _block_mass(log_weights: Tensor) -> Tensor:
     if bounds(heaviest)[0] > SMALL:
         return mass
     peak = finite_peak(log_weights).masked_fill_(heaviest > SMALL, 0)
-    return _block_sums(exp(log_weights - peak[..., None]))
+    return _block_sums(exp_(log_weights - peak[..., None]))
 
 
 def _block_sums(weights: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ from .rows import (
     bounds,
     chunks,
     exp,
+    exp_,
     finite,
+    places,
     resize,
     take,
     those,
@@ -235,9 +237,13 @@ def _block_test(p: Rows, q: Rows | None, tests: _Tests, prefix: Tensor, u: Tenso
     if q is None:  # max(s p - one-hot, 0) sums to s - s p(x)
         mass = prefix[:, :-1] * (1 - tests.p)
     else:
-        log_p = p.head(num_drafts).log_prob() + prefix[:, :-1, None].log()
-        log_q = resize(q.log_prob(), log_p.shape[-1])
-        mass = torch.exp(log_residual(log_p, log_q)).sum(dim=-1)
+        size = p.logits.shape[-1]
+        parts = []
+        for sequence, index, log_s in chunks(size, *places(prefix[:, :-1]), prefix[:, :-1].log().flatten()):
+            log_q = resize(q.log_prob_at(sequence, index), size)
+            residual = log_residual(p.log_prob_at(sequence, index).add_(log_s[:, None]), log_q)
+            parts.append(exp_(residual).sum(dim=-1))
+        mass = torch.cat(parts).view(u.shape)
     mass = pad(mass[:, 1:], (0, 1))  # r_1 ... r_{K-1}, and none behind the last draft
     fit = tests.fit[:, :-1].long().cumprod(dim=1)
     more = pad(fit[:, 1:], (0, 1)).bool()  # i < n
@@ -287,7 +293,7 @@ def _next_log_weights(
 
 def log_residual(log_p: Tensor, log_q: Tensor) -> Tensor:
     """log max(p - q, 0), not normalised, as log p + log(1 - q/p): stable where p and q are both tiny."""
-    ratio = exp(log_q - log_p)  # NaN where both are 0
+    ratio = exp_(log_q - log_p)  # NaN where both are 0
     log_r = ratio.neg_().log1p_().add_(log_p)  # NaN where q > p
     return log_r.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
@@ -296,19 +302,30 @@ def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, s
     """What each row draws by itself, with noise per token; greedy rows their argmax."""
     if p.temperatures.all_greedy:
         return p.stats.argmax
-    greedy = p.temperatures.greedy(seed)
-    if p.logits.dim() == 3:
-        column = torch.arange(p.logits.shape[1], device=p.logits.device)
-        seed, position, greedy = seed[:, None], position[:, None] + column, greedy[:, None]
-        origin = origin[:, None] if isinstance(origin, Tensor) else origin
-    drawn = draw_by_token(p.log_prob(), seed, position, origin, stream)
-    return drawn if p.temperatures.never_greedy else torch.where(greedy, p.stats.argmax, drawn)
+    if p.logits.dim() == 2:
+        one_wide = p._replace(logits=p.logits[:, None], stats=RowStats(*(field[:, None] for field in p.stats)))
+        return _own_tokens(one_wide, seed, position, origin, stream)[:, 0]
+    batch, width, size = p.logits.shape
+    sequence, index = places(p.stats.lse)
+    origin = origin[sequence] if isinstance(origin, Tensor) else torch.full_like(sequence, origin)
+    numbers = seed[sequence], position[sequence] + index, origin
+    drawn = [
+        draw_by_token(p.log_prob_at(*row), its_seed, its_position, its_origin, stream)
+        # The noise takes several times as much memory as the logits.
+        for *row, its_seed, its_position, its_origin in chunks(8 * size, sequence, index, *numbers)
+    ]
+    tokens = torch.cat(drawn).view(batch, width)
+    greedy = p.temperatures.greedy(seed)[:, None]
+    return tokens if p.temperatures.never_greedy else torch.where(greedy, p.stats.argmax, tokens)
 
 
 def _entropy(p: Rows) -> Tensor:
     """-sum of p log p per row, in nats."""
-    log_p = p.log_prob()
-    return -(log_p.exp() * log_p.clamp(min=-1e30)).sum(dim=-1)
+    parts = []
+    for sequence, index in chunks(p.logits.shape[-1], *places(p.stats.lse)):
+        log_p = p.log_prob_at(sequence, index)
+        parts.append((exp(log_p) * log_p.clamp_(min=-1e30)).sum(dim=-1))
+    return -torch.cat(parts).view(p.stats.lse.shape)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

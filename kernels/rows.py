@@ -1,8 +1,8 @@
 """Rows of logits as distributions, in torch: what `reference` knows of them before anything is drawn.
 
-On CPU it is the passes over memory that cost, so rows are taken in chunks that stay in the cache, and work that would
-change nothing (a temperature of 1, a threshold of -inf) is left out: `bounds` tells. Elsewhere nothing depends on
-values, because looking at them would wait for the device, and all rows are one chunk.
+On CPU it is the passes over memory that cost, so rows are taken in chunks, and work that would change nothing (a temperature
+of 1, a threshold of -inf) is left out: `bounds` tells. Elsewhere nothing depends on values, because looking at them would wait
+for the device, and all rows are one chunk.
 """
 
 import math
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from .records import GREEDY_BELOW, RowStats
 
-CHUNK = 1 << 20  # logits
+# Logits. Of larger chunks the intermediate results leave the cache, and malloc may ask the system for their memory anew in
+# every call, whose page faults cost more than the work: 4,000 of them for 8 rows of 5 times 49,152. Smaller ones are more calls.
+CHUNK = 1 << 19
+LOG2_E = math.log2(math.e)
 SMALL, LARGE = 2.0**-60, 2.0**60  # between them a sum of float32 has lost nothing by underflow or overflow
 
 Filters = tuple[Tensor | None, Tensor | None, Tensor | None]  # top_k, top_p, min_p: [B] each
@@ -98,12 +101,8 @@ class Rows(NamedTuple):
         return self._log_prob(one, lse, threshold, self.scale).squeeze(-1).masked_fill_(ids != tokens, -torch.inf)
 
     def _log_prob(self, logits: Tensor, lse: Tensor, threshold: Tensor, scale: Tensor | None) -> Tensor:
-        values = _computed(logits)
-        if scale is None:
-            log_p = values - lse[..., None]
-        else:
-            log_p = (values * scale.view(-1, *[1] * (values.dim() - 1))).sub_(lse[..., None])
-        return log_p.masked_fill_(values < threshold[..., None], -torch.inf) if self.filtered else log_p
+        factor = 1.0 if scale is None else scale.view(-1, *[1] * (logits.dim() - 1))
+        return _kept(logits, factor, threshold if self.filtered else None).sub_(lse[..., None])
 
 
 def adjusted(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> Tensor:
@@ -175,14 +174,13 @@ def _row_stats(
     want_argmax: bool,
     never_greedy: bool,
 ) -> RowStats:
-    values = _computed(logits)
     if want_argmax or min_p is not None:
-        maximum, argmax = values.max(dim=-1)
+        maximum, argmax = _computed(logits).max(dim=-1)
     else:
-        maximum, argmax = None, values.new_zeros(values.shape[:-1], dtype=torch.int64)
-    threshold = values.new_full(values.shape[:-1], -torch.inf)
+        maximum, argmax = None, logits.new_zeros(logits.shape[:-1], dtype=torch.int64)
+    threshold = _computed(logits[..., :1]).new_full(logits.shape[:-1], -torch.inf)
     if top_k is not None or top_p is not None:
-        threshold = _rank_threshold(values, scale, top_k, top_p)
+        threshold = _rank_threshold(_computed(logits), scale, top_k, top_p)
     if min_p is not None and maximum is not None:
         # prob >= min_p * max prob  <=>  logit >= max + T log(min_p)
         log_min_p = torch.log(min_p.to(maximum.dtype))
@@ -190,10 +188,7 @@ def _row_stats(
     unfiltered = top_k is top_p is min_p is None
     if not (unfiltered or never_greedy) and temperature is not None:  # greedy rows have the lse of all their logits
         threshold = threshold.where(temperature >= GREEDY_BELOW, -torch.inf)
-    kept = values if scale is None else values * scale[..., None]
-    if not (unfiltered or bounds(threshold)[1] == -torch.inf):
-        kept = kept.masked_fill(values < threshold[..., None], -torch.inf)
-    lse = log_sum_exp(kept)
+    lse = log_sum_exp(logits, scale, None if unfiltered or bounds(threshold)[1] == -torch.inf else threshold)
     if not never_greedy and temperature is not None and maximum is not None:
         threshold = threshold.where(temperature >= GREEDY_BELOW, maximum)
     return RowStats(threshold, lse, argmax)
@@ -222,22 +217,46 @@ def _computed(logits: Tensor) -> Tensor:
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
+def _has_fast_exp2(values: Tensor) -> bool:
+    """On CPU the exp of float32 takes three times as long as exp2, and far longer where there is -inf; the error of
+    exp2(x log2(e)) grows to |x| / 2 units in the last place."""
+    return values.device.type == "cpu" and values.dtype != torch.float64
+
+
 def exp(values: Tensor) -> Tensor:
-    """On CPU the exp of float32 takes three times as long as exp2, and far longer where there is -inf; its error grows to
-    |x| / 2 units in the last place."""
-    if values.device.type == "cpu" and values.dtype == torch.float32:
-        return (values * math.log2(math.e)).exp2_()
-    return values.exp()
+    """Of float32 or float64."""
+    return (values * LOG2_E).exp2_() if _has_fast_exp2(values) else values.exp()
 
 
-def log_sum_exp(values: Tensor) -> Tensor:
-    """[..., V] -> [...], as torch.logsumexp, but NaN where there is +inf."""
-    total = exp(values).sum(dim=-1)
+def exp_(values: Tensor) -> Tensor:
+    """The same in place, where no new memory has to be had from the system, which can take longer than the work."""
+    return values.mul_(LOG2_E).exp2_() if _has_fast_exp2(values) else values.exp_()
+
+
+def log_sum_exp(logits: Tensor, scale: Tensor | None = None, threshold: Tensor | None = None) -> Tensor:
+    """log of the sum of exp(logit * scale) over tokens with logit >= threshold: logits [..., V], the others and the result
+    [...]. NaN where there is +inf."""
+    factor = 1.0 if scale is None else scale[..., None]
+    if _has_fast_exp2(logits):
+        total = _kept(logits, factor * LOG2_E, threshold).exp2_().sum(dim=-1)
+    else:
+        total = _kept(logits, factor, threshold).exp_().sum(dim=-1)
     low, high = bounds(total)
     if SMALL < low <= high < LARGE:  # as they mostly are; nothing that was lost counts beside such a sum
         return total.log_()
+    values = _kept(logits, factor, threshold)
     peak = finite_peak(values).masked_fill_((total > SMALL) & (total < LARGE), 0)
-    return exp(values - peak[..., None]).sum(dim=-1).log_().add_(peak)
+    return exp_(values.sub_(peak[..., None])).sum(dim=-1).log_().add_(peak)
+
+
+def _kept(logits: Tensor, scale: Tensor | float, threshold: Tensor | None) -> Tensor:
+    """logit * scale where the logit is not below the threshold and -inf elsewhere, in memory of its own.
+
+    Logits [..., V], scale a number or [..., 1], threshold [...]."""
+    values = _computed(logits)
+    below = None if threshold is None else values < threshold[..., None]
+    kept = values * scale if values is logits else values.mul_(scale)
+    return kept if below is None else kept.masked_fill_(below, -torch.inf)
 
 
 def finite_peak(values: Tensor) -> Tensor:
@@ -268,6 +287,12 @@ def take(values: Tensor, sequence: Tensor, index: Tensor) -> Tensor:
     if values.is_contiguous():  # in a third of the time
         return values.flatten(0, 1).index_select(0, sequence * values.shape[1] + index)
     return values[sequence, index]
+
+
+def places(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequence and index [B * W] of each of the rows [B, W]."""
+    row = torch.arange(rows.numel(), device=rows.device)
+    return row // rows.shape[1], row % rows.shape[1]
 
 
 def chunks(size: int, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:
