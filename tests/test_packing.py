@@ -28,6 +28,62 @@ def test_the_product(dtype: torch.dtype, bias: bool, rows: tuple[int, int]) -> N
         assert torch.allclose(packed(x).double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
+class Attention(nn.Module):
+    """Projections as stock models have them."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, size, bias=bias) for size in (64, 16, 16))
+
+
+def products_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an entry for each matrix product of a packed module."""
+    made: list[int] = []
+    for product in {part._product for part in module.modules() if isinstance(part, PackedLinear)}:
+        monkeypatch.setattr(product, "_multiply", lambda x, old=product._multiply: made.append(1) or old(x))
+    return made
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_siblings_with_one_input_are_computed_together(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module: Any = Attention(bias)
+    plain = copy.deepcopy(module)
+    assert pack_linears(module) == 3
+    made = products_of(module, monkeypatch)
+    x, y = torch.randn(2, 3, 32), torch.randn(1, 7, 32)
+    with torch.no_grad():
+        for calls, products in (
+            (((x, "q"), (x, "k"), (x, "v")), 1),
+            (((y, "v"), (y, "q"), (y, "k")), 1),
+            (((x, "q"), (x, "q"), (x, "k")), 2),  # asked for twice: computed twice, as its input may have changed
+            (((y, "q"), (x, "q"), (y, "k"), (x, "k")), 4),  # nothing is kept of an input before the last
+        ):
+            made.clear()
+            for value, name in calls:
+                expected = plain.get_submodule(f"{name}_proj")(value)
+                torch.testing.assert_close(module.get_submodule(f"{name}_proj")(value), expected, rtol=1e-5, atol=1e-5)
+            assert len(made) == products
+        for name in ("q", "k", "v"):
+            value = x.clone()
+            for _ in range(2):  # in the same place
+                got = module.get_submodule(f"{name}_proj")(value)
+                torch.testing.assert_close(got, plain.get_submodule(f"{name}_proj")(value), rtol=1e-5, atol=1e-5)
+                value.mul_(2)
+
+
+def test_nothing_is_kept_once_all_siblings_were_called() -> None:
+    module: Any = Attention()
+    pack_linears(module)
+    x = torch.randn(1, 4, 32)
+    with torch.no_grad():
+        results = [module.q_proj(x), module.k_proj(x)]
+        assert module.q_proj._product._kept[0] is x
+        results.append(module.v_proj(x))
+    assert module.q_proj._product._kept is None
+    assert [result.shape[-1] for result in results] == [64, 16, 16]
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi", "opt", "mixtral"])
 def test_a_loaded_checkpoint_is_packed_and_says_the_same(name: str, tmp_path: Path) -> None:
     plain = tiny(name, dtype=torch.float32)
