@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from . import philox
+from .numerics import SMALL, bounds, exp, exp_, finite_peak
 from .records import DRAW_BLOCK
-from .rows import SMALL, bounds, exp, exp_, finite_peak
 
 
 def draw_by_token(

@@ -8,12 +8,12 @@ drafter's, both after logit bias, token mask, temperature and filters.
 - coupled: Daliri et al., arXiv 2408.07978
 - typical: Cai et al. (Medusa), arXiv 2401.10774; the only one that is not lossless
 
-The rows are in rows.py, the draws in draw.py, the random numbers in philox.py.
+The rows are in rows.py, which drafts stand in reference_acceptance.py, the draws in draw.py, the random numbers in philox.py.
 """
 
 from collections.abc import Callable
 from functools import wraps
-from typing import NamedTuple, ParamSpec
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -21,24 +21,13 @@ from torch.nn.functional import pad
 
 from . import philox
 from .draw import draw, draw_by_token
+from .numerics import bounds, chunks, finite, places, resize, take, those
 from .records import Draws, RowStats, Status, Verdict
-from .rows import (
-    Rows,
-    Temperatures,
-    bounds,
-    chunks,
-    exp,
-    exp_,
-    finite,
-    places,
-    resize,
-    take,
-    those,
-)
-from .rows import adjusted as adjusted  # these four are part of this module too
+from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, log_residual
+from .rows import Rows, Temperatures
+from .rows import adjusted as adjusted  # these three are part of this module too
 from .rows import log_prob as log_prob
 from .rows import log_prob_of as log_prob_of
-from .rows import spread as spread
 
 Given = ParamSpec("Given")
 
@@ -123,7 +112,7 @@ def verify(
 
     - rejection: draft i stands while u_i q(x_i) < p(x_i); after a rejection the next token comes from max(p - q, 0).
     - block: with s_0 = 1 and s_i = min(s_{i-1} p(x_i) / q(x_i), 1), the longest prefix of i drafts stands for which
-      u_i < h_i; the next token comes from max(s_i p - q, 0). h_i is in `_block_test`.
+      u_i < h_i; the next token comes from max(s_i p - q, 0). h_i is in `block_test`.
     - coupled: draft i stands while it is what `sample` draws from the target's row with the same noise.
     - typical: draft i stands while p(x_i) > min(epsilon, delta exp(-entropy of p)); q is not looked at. Lossy.
 
@@ -142,19 +131,19 @@ def verify(
     column = torch.arange(num_drafts + 1, device=seed.device)
 
     # How many drafts stand.
-    tests = _test_drafts(p, q, draft_tokens, column, greedy)
+    tests = draft_tests(p, q, draft_tokens, column, greedy)
     own = p.stats.argmax
     prefix = None  # s_0 ... s_K of block; None: 1
     if method == "coupled":
         own = _own_tokens(p, seed, position, 0, philox.SAMPLE)
         passed = draft_tokens == own[:, :num_drafts]
     elif method == "typical":
-        passed = tests.p > torch.clamp(typical_delta * torch.exp(-_entropy(p)[:, :num_drafts]), max=typical_epsilon)
+        passed = tests.p > torch.clamp(typical_delta * torch.exp(-entropy(p)[:, :num_drafts]), max=typical_epsilon)
     else:
         u = philox.uniform(seed[:, None], position[:, None] + column[:-1], position[:, None], philox.ACCEPT)
         if method == "block":
-            prefix = _block_prefix(tests)
-            passed = _block_test(p, q, tests, prefix, u)
+            prefix = block_prefix(tests)
+            passed = block_test(p, q, tests, prefix, u)
         else:
             passed = u * tests.q < tests.p
     if not never_greedy:
@@ -186,69 +175,6 @@ def verify(
     tokens = torch.cat([draft_tokens, next_token], dim=1).masked_fill_(column >= last, -1).scatter_(1, last, next_token)
     logprobs = p.log_prob_of(tokens).where(tokens >= 0, 0) if return_logprobs else None
     return Verdict(tokens, num_accepted, status, logprobs)
-
-
-class _Tests(NamedTuple):
-    """What is known of the drafts before a uniform number is looked at."""
-
-    p: Tensor  # [B, K] p(x_i)
-    q: Tensor  # [B, K] q(x_i), 1 for one-hot drafts
-    sound: bool  # whether all target rows are known to be distributions
-    fit: Tensor  # [B, K+1] bool: the row and its draft can be tested at all; the draft ends where they cannot
-    status: Tensor | None  # [B, K] why they cannot, if it is the draft's fault; None: it never is
-
-
-def _test_drafts(p: Rows, q: Rows | None, draft_tokens: Tensor, column: Tensor, greedy: Tensor) -> _Tests:
-    low, high = bounds(p.stats.lse)
-    sound = -torch.inf < low <= high < torch.inf
-    p_of = torch.exp_(p.log_prob_of(draft_tokens))
-    q_of = torch.ones_like(p_of) if q is None else torch.exp_(q.log_prob_of(draft_tokens))
-    # q(x) > 0 and finite says that there is a draft, and that finite(q.stats.lse).
-    (low, high), least = (bounds(q_of), 0.0) if q is not None else (bounds(draft_tokens), -1.0)
-    if sound and least < low <= high < torch.inf:
-        return _Tests(p_of, q_of, sound, (column < column[-1]).expand(p.stats.lse.shape), None)
-    fit = (pad(draft_tokens, (0, 1), value=-1) >= 0) & finite(p.stats.lse)
-    if q is None:
-        return _Tests(p_of, q_of, sound, fit, None)
-    sampled = fit[:, :-1] & ~greedy[:, None]
-    invalid = sampled & ~finite(q.stats.lse)
-    zero = sampled & ~invalid & (q_of == 0)
-    status = invalid * int(Status.INVALID_DRAFT) + zero * int(Status.ZERO_DRAFT_PROB)
-    return _Tests(p_of, q_of, sound, fit & pad(~invalid & ~zero, (0, 1)), status)
-
-
-def _block_prefix(tests: _Tests) -> Tensor:
-    """s_0 ... s_K [B, K+1]: s_0 = 1, s_i = min(s_{i-1} p(x_i) / q(x_i), 1)."""
-    steps = [torch.ones_like(tests.p[:, :1].sum(dim=1))]
-    for p, q in zip(tests.p.unbind(dim=1), tests.q.unbind(dim=1), strict=True):
-        steps.append((steps[-1] * p / q).clamp(max=1))
-    return torch.stack(steps, dim=1)
-
-
-def _block_test(p: Rows, q: Rows | None, tests: _Tests, prefix: Tensor, u: Tensor) -> Tensor:
-    """[B, K] bool: whether the prefix of i = 1 ... K drafts passes its own test, u_i < h_i, where n drafts are fit:
-
-    h_i = r_i / (r_i + 1 - s_i) for i < n, with r_i = sum over v of max(s_i p(v) - q(v), 0) in row i; h_n = s_n.
-    """
-    num_drafts = u.shape[1]
-    if num_drafts == 0:
-        return u > 0
-    s = prefix[:, 1:]
-    if q is None:  # max(s p - one-hot, 0) sums to s - s p(x)
-        mass = prefix[:, :-1] * (1 - tests.p)
-    else:
-        size = p.logits.shape[-1]
-        parts = []
-        for sequence, index, log_s in chunks(size, *places(prefix[:, :-1]), prefix[:, :-1].log().flatten()):
-            log_q = resize(q.log_prob_at(sequence, index), size)
-            residual = log_residual(p.log_prob_at(sequence, index).add_(log_s[:, None]), log_q)
-            parts.append(exp_(residual).sum(dim=-1))
-        mass = torch.cat(parts).view(u.shape)
-    mass = pad(mass[:, 1:], (0, 1))  # r_1 ... r_{K-1}, and none behind the last draft
-    fit = tests.fit[:, :-1].long().cumprod(dim=1)
-    more = pad(fit[:, 1:], (0, 1)).bool()  # i < n
-    passed = torch.where(more, u * (mass + 1 - s) < mass, u < s)
-    return passed & fit.bool()
 
 
 def _next_log_weights(
@@ -291,13 +217,6 @@ def _next_log_weights(
     return (parts[0] if len(parts) == 1 else torch.cat(parts)), empty
 
 
-def log_residual(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """log max(p - q, 0), not normalised, as log p + log(1 - q/p): stable where p and q are both tiny."""
-    ratio = exp_(log_q - log_p)  # NaN where both are 0
-    log_r = ratio.neg_().log1p_().add_(log_p)  # NaN where q > p
-    return log_r.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-
-
 def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, stream: int) -> Tensor:
     """What each row draws by itself, with noise per token; greedy rows their argmax."""
     if p.temperatures.all_greedy:
@@ -317,15 +236,6 @@ def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, s
     tokens = torch.cat(drawn).view(batch, width)
     greedy = p.temperatures.greedy(seed)[:, None]
     return tokens if p.temperatures.never_greedy else torch.where(greedy, p.stats.argmax, tokens)
-
-
-def _entropy(p: Rows) -> Tensor:
-    """-sum of p log p per row, in nats."""
-    parts = []
-    for sequence, index in chunks(p.logits.shape[-1], *places(p.stats.lse)):
-        log_p = p.log_prob_at(sequence, index)
-        parts.append((exp(log_p) * log_p.clamp_(min=-1e30)).sum(dim=-1))
-    return -torch.cat(parts).view(p.stats.lse.shape)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from .jit_rows import (
     read,
     tile_ids,
 )
+from .numerics import spread
 from .records import RowStats
-from .reference import spread
 from .workspace import workspace
 
 

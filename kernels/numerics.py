@@ -1,0 +1,134 @@
+"""Passes over rows of numbers in torch: exponentials and their sums, rows taken out, and rows chunk by chunk.
+
+On CPU it is the passes over memory that cost, so rows are taken in chunks, and work that would change nothing is left out:
+`bounds` tells. Elsewhere nothing depends on values, because looking at them would wait for the device, and all rows are one
+chunk.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Logits. Of larger chunks the intermediate results leave the cache, and malloc may ask the system for their memory anew in
+# every call, whose page faults cost more than the work: 4,000 of them for 8 rows of 5 times 49,152. Smaller ones are more calls.
+CHUNK = 1 << 19
+LOG2_E = math.log2(math.e)
+SMALL, LARGE = 2.0**-60, 2.0**60  # between them a sum of float32 has lost nothing by underflow or overflow
+
+
+def computed(logits: Tensor) -> Tensor:
+    """In the dtype of the computation: float64 as it is, float32 for all others."""
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+
+
+def _has_fast_exp2(values: Tensor) -> bool:
+    """On CPU the exp of float32 takes three times as long as exp2, and far longer where there is -inf; the error of
+    exp2(x log2(e)) grows to |x| / 2 units in the last place."""
+    return values.device.type == "cpu" and values.dtype != torch.float64
+
+
+def exp(values: Tensor) -> Tensor:
+    """Of float32 or float64."""
+    return (values * LOG2_E).exp2_() if _has_fast_exp2(values) else values.exp()
+
+
+def exp_(values: Tensor) -> Tensor:
+    """The same in place, where no new memory has to be had from the system, which can take longer than the work."""
+    return values.mul_(LOG2_E).exp2_() if _has_fast_exp2(values) else values.exp_()
+
+
+def log_sum_exp(logits: Tensor, scale: Tensor | None = None, threshold: Tensor | None = None) -> Tensor:
+    """log of the sum of exp(logit * scale) over tokens with logit >= threshold: logits [..., V], the others and the result
+    [...]. NaN where there is +inf."""
+    factor = 1.0 if scale is None else scale[..., None]
+    if _has_fast_exp2(logits):
+        total = kept(logits, factor * LOG2_E, threshold).exp2_().sum(dim=-1)
+    else:
+        total = kept(logits, factor, threshold).exp_().sum(dim=-1)
+    low, high = bounds(total)
+    if SMALL < low <= high < LARGE:  # as they mostly are; nothing that was lost counts beside such a sum
+        return total.log_()
+    values = kept(logits, factor, threshold)
+    peak = finite_peak(values).masked_fill_((total > SMALL) & (total < LARGE), 0)
+    return exp_(values.sub_(peak[..., None])).sum(dim=-1).log_().add_(peak)
+
+
+def kept(logits: Tensor, scale: Tensor | float, threshold: Tensor | None) -> Tensor:
+    """logit * scale where the logit is not below the threshold and -inf elsewhere, in memory of its own.
+
+    Logits [..., V], scale a number or [..., 1], threshold [...]."""
+    values = computed(logits)
+    below = None if threshold is None else values < threshold[..., None]
+    kept = values * scale if values is logits else values.mul_(scale)
+    return kept if below is None else kept.masked_fill_(below, -torch.inf)
+
+
+def finite_peak(values: Tensor) -> Tensor:
+    """The largest of each row [..., V] -> [...], and the smallest finite number instead of -inf: -inf - -inf is NaN."""
+    return values.amax(dim=-1).clamp_(min=torch.finfo(values.dtype).min)
+
+
+def finite(values: Tensor) -> Tensor:
+    """As torch.isfinite, in two steps instead of four."""
+    return values.abs() < torch.inf
+
+
+def bounds(values: Tensor) -> tuple[float, float]:
+    """The smallest and the largest of the values, NaN if one of them is; (-inf, inf) where reading them would wait for a
+    device, so that nothing seems to be known."""
+    if values.device.type != "cpu":
+        return -math.inf, math.inf
+    if not values.numel():
+        return math.inf, -math.inf
+    low, high = values.aminmax()
+    return low.item(), high.item()
+
+
+def spread(value: Tensor, dims: int) -> Tensor:
+    """[V], [B, V] or [B, W, V] with dimensions of size 1 put before V until there are `dims`."""
+    while value.dim() < dims:
+        value = value[:, None] if value.dim() > 1 else value[None]
+    return value
+
+
+def resize(values: Tensor, vocab_size: int, value: float = -torch.inf) -> Tensor:
+    """Cut or pad rows [..., V] to [..., vocab_size]."""
+    missing = vocab_size - values.shape[-1]
+    if missing > 0:
+        return torch.nn.functional.pad(values, (0, missing), value=value)
+    return values[..., :vocab_size] if missing else values
+
+
+def take(values: Tensor, sequence: Tensor, index: Tensor) -> Tensor:
+    """values[sequence[n], index[n]]: [B, W, ...] -> [N, ...]; may be a view."""
+    if len(sequence) == 1 and values.device.type == "cpu":
+        return values[int(sequence.item()), int(index.item())][None]
+    if values.is_contiguous():  # in a third of the time
+        return values.flatten(0, 1).index_select(0, sequence * values.shape[1] + index)
+    return values[sequence, index]
+
+
+def places(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequence and index [B * W] of each of the rows [B, W]."""
+    row = torch.arange(rows.numel(), device=rows.device)
+    return row // rows.shape[1], row % rows.shape[1]
+
+
+def chunks(size: int, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Values [N, ...] cut along N, None where one is None, as the first is not; each of the N stands for `size` numbers to work on."""
+    first, most = values[0], max(1, CHUNK // size)
+    if first is None or first.device.type != "cpu" or len(first) <= most:
+        yield values
+    else:
+        yield from zip(*(repeat(None) if value is None else value.split(most) for value in values), strict=False)
+
+
+def those(condition: Tensor) -> Tensor | None:
+    """Where a condition [N] holds; None: throughout, or it is not known where without waiting for a device."""
+    if condition.device.type != "cpu" or all(condition.tolist()):
+        return None
+    return condition.nonzero().squeeze(1)

