@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "smollm2_135m_instruct"
 sys.path.append(str(ROOT))  # recipes/ is not installed
 
-from recipes.smollm2_135m_instruct import invented, prompts, templates, words  # noqa: E402
+from recipes.smollm2_135m_instruct import invented, prompts, real_texts, templates, words  # noqa: E402
 
 
 def test_prompts_are_the_same_each_time_distinct_and_not_empty() -> None:
@@ -71,27 +71,91 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     fake.write_text('#!/bin/bash\nprintf "%s\\n" "$*" >> "$COMMANDS"\ncase $4 in *.jsonl) seq 4000 > "$4" ;; esac\n')
     fake.chmod(0o755)
     commands, out = tmp_path / "commands", tmp_path / "out"
+    (out / "texts").mkdir(parents=True)  # nothing is fetched
     subprocess.run(
         ["bash", RECIPE / "make_head.sh", out],
         check=True,
         env={**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "COMMANDS": str(commands)},
     )
-    prompts_made, invented_made, *trainings = [shlex.split(line) for line in commands.read_text().splitlines()]
+    prompts_made, invented_made, real_made, *trainings = [
+        shlex.split(line) for line in commands.read_text().splitlines()
+    ]
     assert prompts_made == ["-m", "recipes.smollm2_135m_instruct.prompts", "--out", f"{out}/templates.jsonl"]
     expected = ["-m", "recipes.smollm2_135m_instruct.invented", "--out", f"{out}/invented.jsonl", "--more-long", "400"]
     assert invented_made == expected
+    expected = ["--out", f"{out}/real.jsonl", "--texts", f"{out}/texts"]
+    assert real_made == ["-m", "recipes.smollm2_135m_instruct.real_texts", *expected]
     train = typer.main.get_command(cli.app).commands["train"]
-    first, second, third = (train.make_context("train", words[3:]).params for words in trainings)
-    for options in (first, second, third):
+    first, second, third, fourth = (train.make_context("train", words[3:]).params for words in trainings)
+    for options in (first, second, third, fourth):
         assert options["method"] == "eagle3" and options["freeze_head"] and options["num_steps"] == 3
     assert second["start_from"] == str(first["out"]) == f"{out}/first"
     assert third["start_from"] == str(second["out"]) == f"{out}/second"
-    assert [options["learn_prompts"] for options in (first, second, third)] == [False, False, True]
-    read = [Path(options["prompts"]).read_text().splitlines() for options in (first, second, third)]
-    assert [len(lines) for lines in read] == [3072, 5120, 7072]
-    assert sorted(read[2]) == sorted([*read[0], *(str(number) for number in range(1, 4001))])
-    held = [round(o["validation_share"] * len(lines)) for o, lines in zip((second, third), read[1:], strict=True)]
-    assert held[0] == 256 and read[1][-256:] == read[2][-256:]
+    assert fourth["start_from"] == str(third["out"]) == f"{out}/third" and str(fourth["out"]) == f"{out}/head"
+    assert [options["learn_prompts"] for options in (first, second, third, fourth)] == [False, False, True, True]
+    read = [Path(options["prompts"]).read_text().splitlines() for options in (first, second, third, fourth)]
+    assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000]
+    invented_ones = [str(number) for number in range(1, 4001)]
+    assert sorted(read[2]) == sorted([*read[0], *invented_ones])
+    assert sorted(read[3]) == sorted([*(out / "real.jsonl").read_text().splitlines(), *invented_ones])
+    held = [round(o["validation_share"] * len(lines)) for o, lines in zip((second, third), read[1:], strict=False)]
+    assert held[0] == 256 and read[1][-256:] == read[2][-256:] == read[3][-256:]
+
+
+def write_texts(folder: Path) -> Path:
+    """A folder as fetch_texts.sh makes it, with a few texts."""
+    speech = " ".join(
+        f"In year {number} we built {number} new bridges for the people of this land." for number in range(80)
+    )
+    files = {
+        "sotu/package/data/1829_old_d.txt": "Too old to be read. " * 100,
+        "sotu/package/data/1961_new_d.txt": speech,
+        "factbook/package/world/none.json": json.dumps({"Government": {}}),
+        "handbook/usr/html/de-DE/a.html": "".join(
+            f'<div class="para">\n Das ist der <em>Satz</em> Nummer {number} &uuml;ber Netze und Platten. Noch einer folgt.</div>'
+            f'<div class="para">This is the sentence that nobody has translated so far. One more.</div>'
+            for number in range(40)
+        ),
+        "handbook/usr/html/en-US/a.html": '<div class="para">Not German, so nothing of it is asked for. Or so.</div>',
+    }
+    for number in range(6):
+        name = {"Country name": {"conventional short form": {"text": f"Land{number}"}}}
+        history = {
+            "Background": {
+                "text": f"Land{number} was founded long ago. ++ " + f"It fought war {number} and won it. " * 20
+            }
+        }
+        files[f"factbook/package/world/{number}.json"] = json.dumps({"Government": name, "Introduction": history})
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_prompts_over_real_texts_hold_them_and_come_in_their_shares(tmp_path: Path) -> None:
+    made = real_texts.make_prompts(write_texts(tmp_path), 40, seed=0)
+    assert made == real_texts.make_prompts(tmp_path, 40, seed=0) != real_texts.make_prompts(tmp_path, 40, seed=1)
+    assert len(set(made)) == len(made) == 40
+    about = [prompt for prompt in made if "Land" in prompt]
+    over = [prompt for prompt in about if "It fought war" in prompt]
+    bridges = [prompt for prompt in made if "new bridges" in prompt]
+    german = [prompt for prompt in made if "über Netze und Platten." in prompt]
+    assert (
+        len(german) == 8
+        and len([p for p in about if p not in over]) == 8
+        and len(over) + len(bridges) == 24
+        and bridges
+    )
+    assert all(150 <= len(prompt.split()) <= 370 for prompt in bridges)
+    assert not any("<" in prompt or "Too old" in prompt or "nobody" in prompt for prompt in made)
+
+
+def test_too_few_real_texts_are_an_error(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    with pytest.raises(ValueError, match=r"the texts give .* prompts of a kind, 2000 are asked for"):
+        real_texts.make_prompts(tmp_path, 10_000, seed=0)
+    with pytest.raises(ValueError, match=r"no texts in .*sotu"):
+        real_texts.make_prompts(tmp_path / "nowhere", 10, seed=0)
 
 
 SENTENCE = "The harbour of the old town has been closed since the storm, and nobody knows when it will open again. "

