@@ -24,12 +24,22 @@ class CallPlan:
     start: Tensor  # [n] int64, position of column 0
     num_valid: Tensor  # [n] int64, columns of each row that are no padding
     write_at: Tensor  # [n, W] int64 positions; the trash slot where a column is padding
+    span: slice | None  # of a single row on a CPU: the positions of its valid columns, for a plain copy
     kv_length: int  # keys and values [0, kv_length) are handed to attention
 
     @property
     def slots_or_none(self) -> Tensor | None:
         """[n] int64; None for slots 0, 1, ..."""
         return None if isinstance(self.rows, slice) and self.rows.start == 0 else self.slots[:, 0]
+
+    def write(self, buffer: Tensor, new: Tensor) -> None:
+        """Put the columns of a call [n, ..., W, D] where they belong in a buffer [slots, ..., capacity + 1, D]."""
+        if self.span is not None:
+            buffer[self.rows, ..., self.span, :] = new[..., : self.span.stop - self.span.start, :]
+        elif new.dim() == 3:
+            buffer[self.slots, self.write_at] = new
+        else:
+            buffer[self.slots, :, self.write_at] = new.transpose(1, 2)
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -64,8 +74,8 @@ class RaggedLayer(CacheLayerMixin):
             new = key_states, value_states
             scatter_kv(self.keys, self.values, *new, plan.start, plan.num_valid, slots=plan.slots_or_none)
             return self.keys, self.values
-        self.keys[plan.slots, :, plan.write_at] = key_states.transpose(1, 2)
-        self.values[plan.slots, :, plan.write_at] = value_states.transpose(1, 2)
+        plan.write(self.keys, key_states)
+        plan.write(self.values, value_states)
         return self.keys[:, :, : plan.kv_length][plan.rows], self.values[:, :, : plan.kv_length][plan.rows]
 
     def grow(self, capacity: int) -> None:
@@ -121,7 +131,11 @@ class RaggedCache(Cache):
         slots = torch.arange(rows.start, rows.stop, device=valid.device) if isinstance(rows, slice) else rows
         write_at = positions.where(valid, self.capacity)
         kv_length = min(self.round_up(kv_length), self.capacity)
-        self.plan = CallPlan(rows, slots[:, None], positions[:, 0], num_valid, write_at, kv_length)
+        span = None
+        if len(slots) == 1 and slots.device.type == "cpu":
+            begin = int(positions[0, 0])
+            span = slice(begin, begin + int(num_valid[0]))
+        self.plan = CallPlan(rows, slots[:, None], positions[:, 0], num_valid, write_at, span, kv_length)
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:

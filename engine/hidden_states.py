@@ -36,7 +36,7 @@ class HiddenStates:
             self.states = new.new_zeros(self._cache.num_slots, capacity + 1, new.shape[-1])
             if old.numel():
                 self.states[:, : old.shape[1] - 1] = old[:, :-1]
-        self.states[self._cache.plan.slots, self._cache.plan.write_at] = new
+        self._cache.plan.write(self.states, new)
 
     def gather(self, rows: slice | Tensor, positions: Tensor) -> Tensor:
         """[n, W, len(layers) * H] at positions [n, W] of these n slots; those below 0 count as 0."""

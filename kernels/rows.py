@@ -33,7 +33,7 @@ class Temperatures(NamedTuple):
 
     def scale(self, logits: Tensor) -> Tensor | None:
         """1 / T [B], and 1 for greedy rows, in the dtype in which `logits` are computed with; None: all are 1."""
-        if self.values is None:
+        if self.values is None or self.all_greedy:
             return None
         values = self.values.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         if not self.never_greedy:

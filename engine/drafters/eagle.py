@@ -156,8 +156,8 @@ class EagleDrafter:
             logits = self.model.logits(hidden)
             steps.append(self._draw(state, logits, step))
             if one_hot:
-                chosen = logits.float().amax(-1)
-                confidence.append((chosen - logits.float().logsumexp(-1)).exp())
+                _, _, stats = steps[-1]  # of greedy rows: the largest logit, and the lse of all at temperature 1
+                confidence.append((stats.threshold - stats.lse).exp())
                 reach = reach * confidence[-1]
                 if _can_look(state) and not bool((reach[state.active] >= self.min_reach).any()):
                     break
