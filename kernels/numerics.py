@@ -63,8 +63,8 @@ def kept(logits: Tensor, scale: Tensor | float, threshold: Tensor | None) -> Ten
     Logits [..., V], scale a number or [..., 1], threshold [...]."""
     values = computed(logits)
     below = None if threshold is None else values < threshold[..., None]
-    kept = values * scale if values is logits else values.mul_(scale)
-    return kept if below is None else kept.masked_fill_(below, -torch.inf)
+    scaled = values * scale if values is logits else values.mul_(scale)
+    return scaled if below is None else scaled.masked_fill_(below, -torch.inf)
 
 
 def finite_peak(values: Tensor) -> Tensor:

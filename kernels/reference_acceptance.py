@@ -24,6 +24,7 @@ class DraftTests(NamedTuple):
 
 
 def draft_tests(p: Rows, q: Rows | None, draft_tokens: Tensor, column: Tensor, greedy: Tensor) -> DraftTests:
+    """Of drafts [B, K] by the rows of p [B, K+1] and q [B, K] (None: one-hot); column is 0 ... K, greedy [B] bool."""
     low, high = bounds(p.stats.lse)
     sound = -torch.inf < low <= high < torch.inf
     p_of = torch.exp_(p.log_prob_of(draft_tokens))

