@@ -29,8 +29,12 @@ class FixedLength:
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
 
-    def choose(self, rows: Sequence[int], room: int) -> int:
-        """Tokens to draft in a round of these slots, of which none has place for more than `room`."""
+    def choose(self, rows: Sequence[int], room: int, ends_early: bool = False) -> int:
+        """Tokens to draft in a round of these slots, of which none has place for more than `room`.
+
+        Args:
+            ends_early: the drafter itself stops where drafting on would not pay.
+        """
         return min(self.num_draft_tokens, room)
 
     @property
@@ -78,7 +82,7 @@ class AdaptiveLength(FixedLength):
     def possible(self) -> list[int]:
         return sorted(self.choices)
 
-    def choose(self, rows: Sequence[int], room: int) -> int:
+    def choose(self, rows: Sequence[int], room: int, ends_early: bool = False) -> int:
         most = min(self.num_draft_tokens, room)
         if 0 not in self._verify.get(len(rows), ()):
             return 0  # what plain decoding costs has to be known
@@ -92,7 +96,7 @@ class AdaptiveLength(FixedLength):
         best = max(best, max(k for k in self.choices if k <= min(most, *(self._next.get(row, 0) for row in rows))))
         if best or not most:
             self._without = 0
-            return best
+            return most if best and ends_early and self._judged_by_confidence else best  # `trim` decides
         # Nothing is learned without drafting, so now and then one token is drafted all the same.
         self._without += 1
         if self._without < self._patience:
@@ -217,48 +221,55 @@ class Acceptance:
 
 
 class Costs:
-    """Seconds of a kind of work by its size, from what was seen of each size last.
+    """Seconds of a kind of work by its size: a line through what was seen, and how far each size lies off it.
 
-    Sizes that were not seen lie on lines between those that were. What is long out of date corrects itself: it looks
-    cheaper than it is (texts grow), is tried, and is seen again.
+    Single calls scatter by more than neighbouring sizes differ, so a size's own deviation is believed after many calls only.
 
     Args:
-        slope: seconds that one more adds, as a share of size 0, while only one size is known.
+        slope: seconds that one more adds, as a share of size 0: what is believed beforehand.
     """
 
-    _WEIGHT = 0.15  # of a new observation
+    _KEEP = 0.5 ** (1 / 200)  # calls after which one counts half
+    _BELIEF = 8.0  # in the slope: as that of so many calls at a distance of 1 from their mean size
+    _CALLS = 50.0  # of a size, until its own deviation counts half
+    _MOST = 1.7  # times what was expected: beyond this, something else had the machine
 
     def __init__(self, slope: float) -> None:
         self._slope = slope
-        self._seconds: dict[int, float] = {}
-        self._fresh: set[int] = set()  # sizes seen once
+        self._deviations: dict[int, tuple[float, float]] = {}  # by size: their sum, calls
+        self._forget()
+
+    def _forget(self) -> None:
+        self._calls = self._mean_size = self._mean_seconds = self._spread = self._rise = 0.0
+        self._deviations.clear()
 
     def __contains__(self, size: int) -> bool:
-        return size in self._seconds
+        return size in self._deviations
 
     def add(self, size: int, seconds: float) -> None:
-        known = self._seconds.get(size)
-        if known is None:
-            self._fresh.add(size)
-        elif size in self._fresh and seconds < known / 2:
-            self._fresh.discard(size)  # the first call had something to set up
-            known = None
-        if known is not None:
-            self._fresh.discard(size)
-            seconds = known + self._WEIGHT * (min(seconds, 3 * known) - known)  # more: something else had the machine
-        self._seconds[size] = seconds
+        if self._calls == 1 and seconds < self.at(size) / 2:
+            self._forget()  # the first call had something to set up
+        if self._calls:
+            seconds = min(seconds, self._MOST * self.at(size))
+        calls = self._KEEP * self._calls
+        self._calls = calls + 1
+        off_size, off_seconds = size - self._mean_size, seconds - self._mean_seconds
+        self._mean_size += off_size / self._calls
+        self._mean_seconds += off_seconds / self._calls
+        # sums of squares and products around the means
+        self._spread = self._KEEP * self._spread + calls / self._calls * off_size**2
+        self._rise = self._KEEP * self._rise + calls / self._calls * off_size * off_seconds
+        deviation, count = self._deviations.get(size, (0.0, 0.0))
+        self._deviations[size] = self._KEEP * deviation + seconds - self._line(size), self._KEEP * count + 1
 
     def at(self, size: int) -> float:
         """Seconds expected; in units of size 0 before anything is known."""
-        if size in self._seconds:
-            return self._seconds[size]
-        sizes = sorted(self._seconds)
-        if not sizes:
+        if not self._calls:
             return 1 + self._slope * size
-        if len(sizes) == 1:
-            return self._seconds[sizes[0]] * (1 + self._slope * size) / (1 + self._slope * sizes[0])
-        above = next((i for i, known in enumerate(sizes) if known > size), len(sizes))
-        low, high = (sizes[above - 1], sizes[above]) if 0 < above < len(sizes) else (sizes[0], sizes[-1])
-        start = high if size > high else low
-        rise = max(0.0, self._seconds[high] - self._seconds[low]) / (high - low)
-        return max(self._seconds[start] + rise * (size - start), 1e-9)
+        deviation, count = self._deviations.get(size, (0.0, 0.0))
+        return max(self._line(size) + deviation / (count + self._CALLS), 1e-9)
+
+    def _line(self, size: int) -> float:
+        believed = self._slope * self._mean_seconds / (1 + self._slope * self._mean_size)
+        rise = (self._rise + self._BELIEF * believed) / (self._spread + self._BELIEF)
+        return self._mean_seconds + max(rise, 0.0) * (size - self._mean_size)

@@ -195,13 +195,18 @@ class Server:
         room = max(request.limit - request.length for request in running.values()) - 1
         if self._round.graphs.enabled:
             room = max(room, self._lengths.num_draft_tokens)  # a shorter round would be another graph
-        asked = self._lengths.choose(rows, room) if self._round.drafter is not None else 0
+        asked = self._lengths.choose(rows, room, self._ends_early(state)) if self._round.drafter is not None else 0
         with torch.inference_mode():
             packed = self._round.run(state, asked, self._trim(rows))
             arrived = None
             if self._late:  # the next round may write over it
                 packed, arrived = _sent_to_host(packed)
         return Launched(packed, arrived, running, asked, begin, self._round.clock.take())
+
+    def _ends_early(self, state: BatchState) -> bool:
+        """Whether the drafter stops by itself where drafting on would not pay."""
+        ends_early = getattr(self._round.drafter, "ends_early", None)
+        return ends_early is not None and not self._round.graphs.enabled and bool(ends_early(state))
 
     def _trim(self, rows: list[int]) -> Callable[[Proposal], Proposal]:
         """What cuts proposals: nothing where looking at them means waiting, or where shapes are captured."""

@@ -80,6 +80,11 @@ class BatchState:
         return self.seq_lens + 1 < self.limits
 
     @property
+    def can_look(self) -> bool:
+        """Whether values can be read without waiting for the device."""
+        return self.tokens.device.type == "cpu"
+
+    @property
     def position(self) -> Tensor:
         """[B] int64: absolute position of the next token, the first that a round drafts."""
         return self.seq_lens + 1

@@ -1,5 +1,6 @@
 """Small EAGLE heads, name by name and shape by shape as they are published, and the papers' forward pass without a cache."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -255,24 +256,29 @@ def check_drafts(
         least: drafts that must have been seen.
     """
     watched_drafter: Any = stage or drafter
-    whole, seen, propose = head.of(target), 0, watched_drafter.propose
+    whole, seen, steps = head.of(target), 0, watched_drafter.steps
 
-    def watched(state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+    def check(state: engine.BatchState, tokens: Tensor) -> None:
         nonlocal seen
-        proposal = propose(state, num_draft_tokens)
-        assert proposal.logits is None
         for row in state.active.nonzero()[:, 0].tolist():
             text = state.tokens[row, : int(state.seq_lens[row]) + 1].tolist()
             useful = int(state.limits[row]) - len(text) - 1  # a round drops the others
-            drafts = proposal.tokens[row].tolist()
+            drafts = tokens[row].tolist()
             if len(text) == 1:
                 assert set(drafts) <= {-1}
             elif useful > 0:
                 assert drafts[:useful] == whole.drafts(target, text, len(drafts[:useful]))
-                seen += len(drafts[:useful])
-        return proposal
+                seen += len(drafts) <= useful
 
-    watched_drafter.propose = watched
+    def watched(state: engine.BatchState, num_draft_tokens: int) -> Iterator[engine.Proposal]:
+        columns = []
+        for column in steps(state, num_draft_tokens):
+            assert column.logits is None
+            columns.append(column.tokens)
+            check(state, torch.cat(columns, dim=1))
+            yield column
+
+    watched_drafter.steps = watched
     llm = engine.load(target, drafter=drafter, num_draft_tokens=4, max_batch_size=2)
     prompts = random_prompts(5, seed=seed)
     last = max(range(5), key=lambda i: len(prompts[i]))

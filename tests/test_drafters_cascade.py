@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from transformers import (
 )
 
 import engine
-from engine.backend import row_stats, verify
-from engine.drafters import cascade
+from engine.backend import RowStats, row_stats, verify
+from engine.drafters import merged
 from engine.drafters.cascade import CascadeDrafter
+from engine.drafters.lookup import LookupDrafter, Tokens
 from engine.drafters.suffix import SuffixDrafter
 from engine.state import BatchState, Proposal, Verdict
 
@@ -34,7 +36,7 @@ def target() -> PreTrainedModel:
 def blind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether values may not be looked at, as on a GPU."""
     if request.param:
-        monkeypatch.setattr(cascade, "_can_look", lambda state: False)
+        monkeypatch.setattr(BatchState, "can_look", False)
     return bool(request.param)
 
 
@@ -66,20 +68,47 @@ class Watched(engine.DraftModel):
             assert drafts[: len(rest)] == rest
 
 
-class Wrong(engine.NGramDrafter):
+class Stateless:
+    """A drafter that keeps nothing."""
+
+    def prefill(self, state: BatchState) -> None:
+        pass
+
+    def observe(self, state: BatchState, verdict: Verdict) -> None:
+        pass
+
+    def graph_key(self) -> tuple[()]:
+        return ()
+
+
+class Stepping(engine.DraftModel):
+    """A draft model whose drafts can be had one by one."""
+
+    def steps(self, state: BatchState, num_draft_tokens: int) -> Iterator[Proposal]:
+        tokens, logits, stats, confidence = self.propose(state, num_draft_tokens)
+        for column in range(num_draft_tokens):
+            at = slice(column, column + 1)
+            yield Proposal(
+                tokens[:, at],
+                None if logits is None else logits[:, at],
+                None if stats is None else RowStats(*(field[:, at] for field in stats)),
+                None if confidence is None else confidence[:, at],
+            )
+
+
+class Wrong(Stateless):
     """Has drafts for some texts, by what they are; they are hardly ever right."""
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
-        tokens = super().propose(state, num_draft_tokens).tokens.clamp(min=0) + 1
+        tokens = engine.NGramDrafter().propose(state, num_draft_tokens).tokens.clamp(min=0) + 1
         silent = state.gather(state.seq_lens[:, None]) % 3 == 0
         return Proposal((tokens % 64).masked_fill(silent, -1))
 
 
-class Knowing(engine.NGramDrafter):
+class Knowing(Stateless):
     """Knows the texts up to some length, and is silent from there on."""
 
     def __init__(self, texts: list[list[int]], length: int) -> None:
-        super().__init__()
         self.texts, self.length = texts, length
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
@@ -91,8 +120,8 @@ class Knowing(engine.NGramDrafter):
         return Proposal(tokens)
 
 
-def ngram_and(draft: PreTrainedModel) -> CascadeDrafter:
-    return CascadeDrafter(engine.NGramDrafter(min_ngram=2), engine.DraftModel(draft))
+def ngram_and(draft: PreTrainedModel, stage: type[engine.DraftModel] = engine.DraftModel) -> CascadeDrafter:
+    return CascadeDrafter(engine.NGramDrafter(min_ngram=2), stage(draft))
 
 
 @pytest.fixture(scope="module")
@@ -104,36 +133,41 @@ def expected(target: PreTrainedModel) -> list[list[int]]:
     ("num_draft_tokens", "exact"),
     [(1, False), (2, False), (3, False), (5, False), ("auto", False), (4, True), ("auto", True)],
 )
+@pytest.mark.parametrize("stage", [engine.DraftModel, Stepping])
 @pytest.mark.parametrize("blind", [False, pytest.param(True, marks=pytest.mark.slow)], indirect=True)
 def test_greedy_text_is_plain_text(
-    target: PreTrainedModel, expected: list[list[int]], num_draft_tokens: Any, exact: bool, blind: bool
+    target: PreTrainedModel, expected: list[list[int]], num_draft_tokens: Any, exact: bool, blind: bool, stage: Any
 ) -> None:
-    drafter = ngram_and(perturbed(target, 0.05))
+    drafter = ngram_and(perturbed(target, 0.05), stage)
     llm = engine.load(target, drafter=drafter, num_draft_tokens=num_draft_tokens, max_batch_size=3, exact=exact)
     outputs = llm.generate(random_prompts(9), engine.SamplingParams(max_new_tokens=30))
     assert [o.token_ids for o in outputs] == expected
     assert 0.1 < llm.stats.acceptance_rate < 1
 
 
+@pytest.mark.parametrize("stage", [engine.DraftModel, Stepping])
 @pytest.mark.parametrize("num_draft_tokens", [3, "auto"])
-def test_coupled_text_is_plain_text(target: PreTrainedModel, num_draft_tokens: Any, blind: bool) -> None:
+def test_coupled_text_is_plain_text(target: PreTrainedModel, num_draft_tokens: Any, blind: bool, stage: Any) -> None:
     prompts = random_prompts(9)
     params = [engine.SamplingParams(temperature=i % 3 / 2, seed=i, max_new_tokens=30, top_k=9) for i in range(9)]
     options: dict[str, Any] = dict(verification="coupled", max_batch_size=3)
     plain = engine.load(target, drafter=None, **options).generate(prompts, params)
-    drafter = ngram_and(perturbed(target, 0.05))
+    drafter = ngram_and(perturbed(target, 0.05), stage)
     llm = engine.load(target, drafter=drafter, num_draft_tokens=num_draft_tokens, **options)
     assert [o.token_ids for o in llm.generate(prompts, params)] == [o.token_ids for o in plain]
     assert llm.stats.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("blind", [False, pytest.param(True, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("stage", [engine.DraftModel, Stepping])
 @pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_a_seed_gives_the_same_text_in_any_company(target: PreTrainedModel, verification: str, blind: bool) -> None:
+def test_a_seed_gives_the_same_text_in_any_company(
+    target: PreTrainedModel, verification: str, blind: bool, stage: Any
+) -> None:
     """Also if the others in the batch need logits, and the row alone does not."""
     prompts = random_prompts(7, seed=2)
     params = [engine.SamplingParams(temperature=i % 3 / 2, seed=i, top_p=0.9, max_new_tokens=20) for i in range(7)]
-    drafter = ngram_and(perturbed(target, 0.1))
+    drafter = ngram_and(perturbed(target, 0.1), stage)
     llm = engine.load(target, drafter=drafter, num_draft_tokens=3, max_batch_size=4, verification=verification)
     together = llm.generate(prompts, params)
     alone = [llm.generate([prompt], param)[0] for prompt, param in zip(prompts, params, strict=True)]
@@ -183,7 +217,7 @@ def test_drafts_that_are_not_worth_verifying_do_not_add_up(target: PreTrainedMod
 def test_replayed_rounds_give_the_same_tokens(
     target: PreTrainedModel, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cascade, "_can_look", lambda state: False)
+    monkeypatch.setattr(BatchState, "can_look", False)
     draft, prompts = perturbed(target, 0.05), random_prompts(8)
     params = [engine.SamplingParams(temperature=temperature, seed=i, max_new_tokens=50) for i in range(8)]
     texts = []
@@ -262,22 +296,24 @@ def p_values(llm: engine.Engine, target: PreTrainedModel, setting: dict[str, Any
 @pytest.mark.parametrize("verification", ["rejection", "block", pytest.param("coupled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("blind", [False, pytest.param(True, marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("count", [6_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [engine.DraftModel, Stepping])
 def test_the_law_of_samples(
-    small_target: PreTrainedModel, setting: dict[str, Any], verification: str, count: int, blind: bool
+    small_target: PreTrainedModel, setting: dict[str, Any], verification: str, count: int, blind: bool, stage: Any
 ) -> None:
-    drafter = ngram_and(perturbed(small_target, 0.3))
+    drafter = ngram_and(perturbed(small_target, 0.3), stage)
     llm = engine.load(small_target, drafter=drafter, num_draft_tokens=3, max_batch_size=512, verification=verification)
     assert min(p_values(llm, small_target, setting, count)) > 1e-3
     assert 0.1 < llm.stats.acceptance_rate < 0.95
 
 
+@pytest.mark.parametrize("stage", [engine.DraftModel, Stepping])
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_a_wrong_law_is_caught(
-    small_target: PreTrainedModel, verification: str, monkeypatch: pytest.MonkeyPatch
+    small_target: PreTrainedModel, verification: str, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same test, where one-hot drafts are passed off as draws from the other stage's logits."""
-    monkeypatch.setattr(cascade, "_made_certain", lambda tokens, certain, logits, stats: (logits, stats))
-    drafter = ngram_and(perturbed(small_target, 0.3))
+    monkeypatch.setattr(merged, "made_certain", lambda tokens, certain, logits, stats: (logits, stats))
+    drafter = ngram_and(perturbed(small_target, 0.3), stage)
     llm = engine.load(small_target, drafter=drafter, num_draft_tokens=3, max_batch_size=512, verification=verification)
     assert min(p_values(llm, small_target, SETTINGS[0], 8_000)) < 1e-6
 
@@ -302,7 +338,7 @@ def test_drafts_made_certain_are_one_hot_drafts(
     )
     other = torch.randn(rows, drafts, vocab).to(dtype)
     stats = row_stats(other, temperature, **spread)
-    logits, stats = cascade._made_certain(tokens, torch.ones_like(tokens, dtype=torch.bool), other, stats)
+    logits, stats = merged.made_certain(tokens, torch.ones_like(tokens, dtype=torch.bool), other, stats)
     expected = verify(target, tokens, **given)
     assert 0 < expected.num_accepted.sum() < tokens.numel()
     for own_stats in (stats, None):
@@ -320,11 +356,10 @@ def bare_state(rows: int, temperature: float = 1.0) -> BatchState:
     return state.select(slice(0, rows), all_greedy=temperature == 0, max_text_length=5, max_limit=30)
 
 
-class Fixed(engine.NGramDrafter):
+class Fixed(Stateless):
     """Proposes what it was made with, and notes what it observes: seq_lens, tokens, num_accepted."""
 
     def __init__(self, tokens: list[list[int]], *more: Any) -> None:
-        super().__init__()
         self.proposal = Proposal(torch.tensor(tokens), *more)
         self.seen: list[tuple[list[int], list[list[int]], list[int]]] = []
 
@@ -342,6 +377,57 @@ def test_which_stage_a_row_takes(blind: bool) -> None:
     proposal = CascadeDrafter(first, second, third).propose(bare_state(4), 3)
     assert proposal.tokens.tolist() == [[7, -1, -1], [2, -1, -1], [5, -1, -1], [8, 8, 8]]
     assert proposal.logits is None and proposal.confidence is None
+
+
+class Chain(Fixed):
+    """Its drafts can be had one by one; counts how many were."""
+
+    steps_read = 0
+
+    def steps(self, state: BatchState, num_draft_tokens: int) -> Iterator[Proposal]:
+        for column in self.proposal.tokens.split(1, dim=1):
+            self.steps_read += 1
+            yield Proposal(column)
+
+
+class Continuing(Stateless, LookupDrafter):
+    """Knows what follows certain last tokens."""
+
+    def __init__(self, known: dict[int, list[int]]) -> None:
+        self.known = known
+
+    def continuation(self, slot: int, text: Tokens, most: int) -> list[tuple[int, float]]:
+        return [(token, 0.5) for token in self.known.get(int(text[-1]), [])[:most]]
+
+
+def test_lookups_go_on_behind_the_drafts_of_another_stage() -> None:
+    """Which may then stop; a continuation that is shorter than there is room ends the proposal."""
+    lookup, chain = Continuing({1: [7, 8, 9, 7, 8], 3: [4]}), Chain([[5, 1, 6, 6, 6], [2, 2, 3, 2, 2]])
+    both, state = CascadeDrafter(lookup, chain), bare_state(2)
+    proposal = both.propose(state, 5)
+    assert proposal.tokens.tolist() == [[5, 1, 7, 8, 9], [2, 2, 3, 4, -1]]
+    assert chain.steps_read == 3  # the last row was followed up behind its third draft
+    state.limits[1] = 0
+    assert both.propose(state, 5).tokens[0].tolist() == [5, 1, 7, 8, 9]
+    assert chain.steps_read == 5
+    state.tokens[0, 4] = 1  # now the lookup has a first token for the only active row
+    assert both.propose(state, 5).tokens[0].tolist() == [7, 8, 9, 7, 8]
+    assert chain.steps_read == 5
+
+
+def test_lookups_go_on_behind_the_last_draft_of_a_stage_that_gives_all_at_once() -> None:
+    whole = Fixed([[5, 1, 6], [2, 1, -1], [-1, -1, -1], [3, 3, 1]])
+    proposal = CascadeDrafter(Continuing({1: [7, 8, 9], 6: [4]}), whole).propose(bare_state(4), 5)
+    assert proposal.tokens.tolist() == [[5, 1, 6, 4, -1], [2, 1, 7, 8, 9], [-1] * 5, [3, 3, 1, 7, 8]]
+
+
+def test_only_lookups_that_come_first_go_on(blind: bool) -> None:
+    lookup, chain = Continuing({1: [7]}), Chain([[5, 1, 6]])
+    chain.proposal = Proposal(torch.tensor([[5, 1, 6]]))
+    first = CascadeDrafter(chain, lookup).propose(bare_state(1), 3)
+    assert first.tokens.tolist() == [[5, 1, 6]]
+    if blind:  # a device is not waited for
+        assert CascadeDrafter(Continuing({}), chain).propose(bare_state(1), 3).tokens.tolist() == [[5, 1, 6]]
 
 
 def test_rows_of_logits_come_from_the_stage_that_was_taken(blind: bool) -> None:

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 import engine
 from engine.backend import row_stats
-from engine.drafters import cascade, eagle
 from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.eagle import EagleDrafter
 from engine.drafters.recognise import recognise
+from engine.state import BatchState
 from engine.training.eagle3 import Eagle3Training
 from engine.training.eagle3_files import save_eagle3
 
@@ -38,8 +38,7 @@ def target() -> PreTrainedModel:
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values may not be looked at, as on a GPU."""
-    for module in (cascade, eagle):
-        monkeypatch.setattr(module, "_can_look", lambda state: False)
+    monkeypatch.setattr(BatchState, "can_look", False)
 
 
 def drafter_of(folder: Path, **options: Any) -> EagleDrafter:

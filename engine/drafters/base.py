@@ -18,6 +18,10 @@ class Drafter(Protocol):
     depends on beside the tensors that it reads in place, and None asks for an eager call. What `propose` does in Python is
     then not done again; `observe` is never captured. `reserve(length)`, if there is one, is called before rows of that
     length come.
+
+    `ends_early(state) -> bool`, if there is one, says that `propose` itself stops where drafting on would not pay: "auto"
+    then asks for as many drafts as there may be. `steps(state, num_draft_tokens)` gives the columns of `propose` one by one
+    as proposals [B, 1], to a reader who may stop at any.
     """
 
     def prefill(self, state: BatchState) -> None:

@@ -6,19 +6,20 @@ al., arXiv 2312.11462, whose choice is made for a whole round.)
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backend import RowStats, row_stats
-from ..config import GREEDY_BELOW
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
 from .base import Drafter
-
-_BELOW_ONE = 1 - 2**-24  # the largest float32
+from .hidden_head import nothing, side_by_side
+from .lookup import LookupDrafter, Tokens, slots, texts
+from .merged import merged, padded
 
 
 class CascadeDrafter:
@@ -26,7 +27,9 @@ class CascadeDrafter:
 
     Whether a stage has a proposal for a row must depend on the committed text, and not on numbers drawn for the draft. That
     is so for lookup in the text, and for stages that always draft. On a CPU, where looking is free, a stage is not asked
-    if no row needs it.
+    if no row needs it, and lookups that come first are asked again behind the drafts of other stages: after every draft
+    of one that has `steps`, which need not go on where a lookup knows how to, else behind its last. That keeps the law, as
+    whose draft comes next is a function of the text and the drafts before it.
 
     Where logits count, rows that took drafts without get logits by which these drafts are certain. Every stage observes
     rounds as if it had drafted alone: tokens that others proposed come to it in rounds without drafts, one each, so that a
@@ -48,6 +51,7 @@ class CascadeDrafter:
         parts = [stage.stages if isinstance(stage, CascadeDrafter) else (stage,) for stage in stages]
         self.stages: tuple[Drafter, ...] = tuple(stage for part in parts for stage in part)
         self._vocab_size = 0  # the target's
+        self._num_lookups = sum(1 for _ in takewhile(lambda stage: isinstance(stage, LookupDrafter), self.stages))
         self._drafts: list[Tensor] = []  # [B, K] of the stages that were asked in this round; on a CPU only
         self._longest = 0  # most drafts of a round so far
 
@@ -71,16 +75,48 @@ class CascadeDrafter:
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """See the class."""
-        proposals: list[Proposal] = []
-        waiting = state.active[:, None]
-        for stage in self.stages:
-            if proposals and _can_look(state) and not bool(waiting.any()):
+        proposals: list[Proposal] = []  # [B, K] each
+        takes: list[Tensor] = []  # [B, K] bool: which of their drafts are taken
+        drafts: list[Tensor] = []  # of each stage
+        open_rows = torch.ones_like(state.active)[:, None]
+        for index, stage in enumerate(self.stages):
+            if proposals and state.can_look and not bool((open_rows & state.active[:, None]).any()):
                 break
-            proposals.append(_padded(stage.propose(state, num_draft_tokens), num_draft_tokens))
-            waiting = waiting & ~_has_any(proposals[-1])
-        if _can_look(state):
-            self._drafts = [proposal.tokens for proposal in proposals]
-        return _merged(proposals, state, self._vocab_size)
+            if state.can_look and 0 < self._num_lookups <= index:
+                own, parts = self._followed_up(stage, state, num_draft_tokens, open_rows)
+            else:
+                own = padded(stage.propose(state, num_draft_tokens), num_draft_tokens)
+                parts = [own]
+            has_drafts = own.tokens[:, :1] >= 0
+            proposals += parts
+            takes += [open_rows & has_drafts & (part.tokens >= 0) for part in parts]
+            drafts.append(own.tokens)
+            open_rows = open_rows & ~has_drafts
+        if state.can_look:
+            self._drafts = drafts
+        return merged(proposals, takes, state, self._vocab_size)
+
+    def _followed_up(
+        self, stage: Drafter, state: BatchState, num_draft_tokens: int, open_rows: Tensor
+    ) -> tuple[Proposal, list[Proposal]]:
+        """A stage's drafts [B, K]; what is left of them, and behind it what lookups say, [B, K] each."""
+        lookups: Any = self.stages[: self._num_lookups]
+        behind = _Behind(lookups, state, num_draft_tokens, open_rows)
+        if (steps := getattr(stage, "steps", None)) is not None:
+            columns = []
+            for column in steps(state, num_draft_tokens):
+                columns.append(column)
+                if not behind.look(column.tokens):
+                    break
+            own = side_by_side(columns) if columns else nothing(state)
+        else:
+            own = stage.propose(state, num_draft_tokens)
+            behind.look(own.tokens)
+        own = padded(own, num_draft_tokens)
+        if not behind.found:
+            return own, [own]
+        before = (behind.proposal.tokens >= 0).cumsum(dim=1) == 0
+        return own, [own._replace(tokens=own.tokens.where(before, -1)), behind.proposal]
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Tell each stage what it would have seen alone."""
@@ -88,7 +124,7 @@ class CascadeDrafter:
             return self.stages[0].observe(state, verdict)
         drafts, self._drafts = self._drafts, []
         rounds = None
-        if not _can_look(state):
+        if not state.can_look:
             # All stages were asked, if one was. What they proposed is not known, as a graph may have been replayed: that
             # nothing of it stood is always safe. A number of rounds that varies would give stages another graph each time.
             most = verdict.tokens.shape[1] - 1
@@ -105,101 +141,49 @@ class CascadeDrafter:
         keys = [getattr(stage, "graph_key", lambda: None)() for stage in self.stages]
         return None if None in keys else tuple(keys)
 
-
-def _can_look(state: BatchState) -> bool:
-    """Whether values on the device can be read without waiting for it."""
-    return state.tokens.device.type == "cpu"
-
-
-def _has_any(proposal: Proposal) -> Tensor:
-    """[B, 1] bool: rows that it has drafts for."""
-    return proposal.tokens[:, :1] >= 0
+    def ends_early(self, state: BatchState) -> bool:
+        """If all stages do."""
+        return all(getattr(stage, "ends_early", lambda state: False)(state) for stage in self.stages)
 
 
-def _padded(proposal: Proposal, num_draft_tokens: int) -> Proposal:
-    """Proposals of fewer columns with empty ones behind: all fields [B, K, ...]."""
-    missing = num_draft_tokens - proposal.tokens.shape[1]
-    if missing <= 0:
-        return proposal
-    tokens, logits, stats, confidence = proposal
-    return Proposal(
-        pad(tokens, (0, missing), value=-1),
-        None if logits is None else pad(logits, (0, 0, 0, missing)),
-        None if stats is None else RowStats(*(pad(field, (0, missing)) for field in stats)),
-        None if confidence is None else pad(confidence, (0, missing)),
-    )
+class _Behind:
+    """What lookups say behind the drafts of another stage; on the host."""
 
+    def __init__(
+        self, lookups: Sequence[LookupDrafter], state: BatchState, num_draft_tokens: int, open_rows: Tensor
+    ) -> None:
+        self._lookups, self._slots = lookups, slots(state)
+        rows = (open_rows[:, 0] & state.active).nonzero()[:, 0].tolist()
+        whole = texts(state)
+        self._texts = {row: whole[row] for row in rows}  # with the drafts; of rows that are still looked for
+        self._room = dict.fromkeys(rows, num_draft_tokens)
+        self.found = False  # a continuation of any row
+        tokens = torch.full((len(whole), num_draft_tokens), -1)
+        self.proposal = Proposal(tokens, confidence=torch.zeros_like(tokens, dtype=torch.float32))
 
-def _merged(proposals: Sequence[Proposal], state: BatchState, vocab_size: int) -> Proposal:
-    """Each row from the first proposal that has drafts for it."""
-    open_rows, takers = torch.ones_like(state.active)[:, None], []
-    for proposal in proposals:
-        takers.append(open_rows & _has_any(proposal))
-        open_rows = open_rows & ~takers[-1]
-    tokens = torch.full_like(proposals[0].tokens, -1)
-    drawn = torch.zeros_like(tokens, dtype=torch.bool)  # by logits
-    for proposal, takes in zip(proposals, takers, strict=True):
-        tokens = proposal.tokens.where(takes, tokens)
-        drawn = drawn | (takes & (proposal.tokens >= 0) & (proposal.logits is not None))
-    unseen = state.all_greedy or state.coupled or all(proposal.logits is None for proposal in proposals)
-    if unseen or (_can_look(state) and not bool((drawn & state.active[:, None]).any())):
-        return Proposal(tokens, confidence=_confidence(proposals, takers, state))
-    logits, stats = _rows(proposals, takers, state, vocab_size)
-    if _can_look(state) and bool(drawn.all()):
-        return Proposal(tokens, logits, stats)
-    return Proposal(tokens, *_made_certain(tokens, ~drawn, logits, stats))
+    def look(self, tokens: Tensor) -> bool:
+        """Behind the stage's next drafts [B, n], too; returns whether its further drafts are of use."""
+        assert self.proposal.confidence is not None
+        for row in list(self._texts):
+            drafts = list(takewhile(lambda token: token >= 0, tokens[row].tolist()))
+            text = self._texts[row] = np.append(self._texts[row], drafts).astype(np.int64)
+            self._room[row] -= len(drafts)
+            found = self._continuation(row, text) if drafts else []
+            if found:
+                self.found = True
+                begin = self.proposal.tokens.shape[1] - self._room[row]
+                self.proposal.tokens[row, begin : begin + len(found)] = torch.tensor([token for token, _ in found])
+                self.proposal.confidence[row, begin : begin + len(found)] = torch.tensor([sure for _, sure in found])
+            if found or len(drafts) < tokens.shape[1]:
+                del self._texts[row]
+        return bool(self._texts)
 
-
-def _confidence(proposals: Sequence[Proposal], takers: Sequence[Tensor], state: BatchState) -> Tensor | None:
-    """[B, K] from the stage that each row took; None if one of those does not say."""
-    confidence = torch.zeros_like(proposals[0].tokens, dtype=torch.float32)
-    for proposal, takes in zip(proposals, takers, strict=True):
-        own = proposal.confidence if proposal.confidence is not None else _probability(proposal, state)
-        if own is not None:
-            confidence = torch.where(takes, own, confidence)
-        elif not _can_look(state) or bool((takes & state.active[:, None]).any()):
-            return None
-    return confidence
-
-
-def _probability(proposal: Proposal, state: BatchState) -> Tensor | None:
-    """[B, K] q of the drafts, of greedy rows at temperature 1; None without logits and stats."""
-    if proposal.logits is None or proposal.stats is None:
-        return None
-    logits = proposal.logits.gather(-1, proposal.tokens.clamp(min=0)[..., None])[..., 0].float()
-    temperature = state.temperature.masked_fill(state.temperature < GREEDY_BELOW, 1)[:, None]
-    return (logits / temperature - proposal.stats.lse).exp().float().nan_to_num(0.0).clamp(max=_BELOW_ONE)
-
-
-def _rows(
-    proposals: Sequence[Proposal], takers: Sequence[Tensor], state: BatchState, vocab_size: int
-) -> tuple[Tensor, RowStats]:
-    """The logits [B, K, V] of the stages that rows took, and their stats [B, K]; any where a stage has none."""
-    found = [(p.logits, p.stats, takes) for p, takes in zip(proposals, takers, strict=True) if p.logits is not None]
-    size = max(vocab_size, *(logits.shape[-1] for logits, _, _ in found))
-    chosen: tuple[Tensor, RowStats] | None = None
-    for logits, given, takes in found:
-        stats = given or row_stats(logits, **state.sampling)
-        if (missing := size - logits.shape[-1]) > 0:
-            logits = pad(logits, (0, missing), value=-torch.inf)
-        if chosen is not None:
-            logits = torch.where(takes[..., None], logits, chosen[0])
-            stats = RowStats(*(torch.where(takes, *pair) for pair in zip(stats, chosen[1], strict=True)))
-        chosen = logits, stats
-    assert chosen is not None
-    return chosen
-
-
-def _made_certain(tokens: Tensor, certain: Tensor, logits: Tensor, stats: RowStats) -> tuple[Tensor, RowStats]:
-    """The same rows, but where `certain` [B, K] those whose token has logit 0 and all others -inf: lse = 0, q = 1 exactly."""
-    ids = tokens.clamp(min=0)
-    rows = logits.masked_fill(certain[..., None], -torch.inf)  # a copy
-    rows.scatter_(-1, ids[..., None], rows.gather(-1, ids[..., None]).masked_fill(certain[..., None], 0))
-    return rows, RowStats(
-        threshold=stats.threshold.masked_fill(certain, 0),
-        lse=stats.lse.masked_fill(certain, 0),
-        argmax=torch.where(certain, ids, stats.argmax),
-    )
+    def _continuation(self, row: int, text: Tokens) -> list[tuple[int, float]]:
+        """Of the first lookup that has one."""
+        for lookup in self._lookups if self._room[row] else ():
+            if found := lookup.continuation(self._slots[row], text, self._room[row]):
+                return found
+        return []
 
 
 def _as_seen_by(

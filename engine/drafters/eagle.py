@@ -1,6 +1,6 @@
 """Drafting with an EAGLE head, as a chain; the network is in `eagle_model.py`."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from ..state import BatchState, Proposal, Verdict
 from .eagle_files import build
 from .eagle_model import EagleModel
 from .head_files import HeadFiles, read_head
+from .hidden_head import nothing, side_by_side
 
-MIN_REACH = 0.1  # drafting ends where a draft is less likely than this to be accepted, on a CPU, where looking is free
+# Where a draft is less likely than this to be accepted, the next is not worth a step of a tenth of a target call.
+MIN_REACH = 0.2
 
 
 class EagleDrafter:
@@ -30,7 +32,7 @@ class EagleDrafter:
             with (the last for EAGLE-1 and 2; layers 2, L/2 and L-3 for EAGLE-3).
         greedy: propose what is likeliest instead of drawing from the head's distribution.
         min_reach: on a CPU, and where drafts are greedy, drafting ends when the product of the head's probabilities of its
-            drafts falls below this.
+            drafts falls below this in every row; in [0, 1].
         source: where the head is from, for messages.
 
     Raises:
@@ -140,35 +142,40 @@ class EagleDrafter:
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw token after token, each row under its own temperature and filters."""
+        steps = list(self.steps(state, num_draft_tokens))
+        return side_by_side(steps) if steps else nothing(state)
+
+    def steps(self, state: BatchState, num_draft_tokens: int) -> Iterator[Proposal]:
+        """The columns of `propose` one by one, [B, 1] each: whoever has enough of them stops reading."""
         if not self._hidden.states.numel():  # all texts so far were of one token
-            return Proposal(state.tokens[:, :0])
+            return
         hidden = self._catch_up(state)
         one_hot = self.greedy or state.all_greedy
         can_draft = (state.seq_lens > 0)[:, None]  # a text of one token has no hidden state yet
-        steps: list[tuple[Tensor, Tensor, RowStats]] = []
         reach = torch.ones_like(can_draft, dtype=torch.float32)
-        confidence = []
+        tokens = state.tokens[:, :0]
         for step in range(num_draft_tokens):
             if step:
                 at = state.seq_lens + step - 1
                 inside = ((at < state.limits) & can_draft[:, 0]).long()
-                hidden = self._call(state, steps[-1][0], at, inside, step, hidden)
-            logits = self.model.logits(hidden)
-            steps.append(self._draw(state, logits, step))
-            if one_hot:
-                _, _, stats = steps[-1]  # of greedy rows: the largest logit, and the lse of all at temperature 1
-                confidence.append((stats.threshold - stats.lse).exp())
-                reach = reach * confidence[-1]
-                if _can_look(state) and not bool((reach[state.active] >= self.min_reach).any()):
-                    break
-        tokens = torch.cat([tokens for tokens, _, _ in steps], dim=1).where(can_draft, -1)
-        if one_hot:
-            return Proposal(tokens, confidence=torch.cat(confidence, dim=1).nan_to_num(0.0).clamp(max=1 - 1e-6))
-        if state.coupled:
-            return Proposal(tokens)
-        stats = RowStats(*(torch.cat(field, dim=1) for field in zip(*(stats for _, _, stats in steps), strict=True)))
-        stats = stats._replace(argmax=self._target_ids[stats.argmax.clamp(min=0)])
-        return Proposal(tokens, torch.cat([self._of_target(logits) for _, logits, _ in steps], dim=1), stats)
+                hidden = self._call(state, tokens, at, inside, step, hidden)
+            tokens, logits, stats = self._draw(state, self.model.logits(hidden), step)
+            drafts = tokens.where(can_draft, -1)
+            if one_hot:  # the stats of greedy rows: the largest logit, and the lse of all at temperature 1
+                confidence = (stats.threshold - stats.lse).exp()
+                yield Proposal(drafts, confidence=confidence.nan_to_num(0.0).clamp(max=1 - 1e-6))
+                reach = reach * confidence
+                if state.can_look and not bool((reach[state.active] >= self.min_reach).any()):
+                    return
+            elif state.coupled:
+                yield Proposal(drafts)
+            else:
+                stats = stats._replace(argmax=self._target_ids[stats.argmax.clamp(min=0)])
+                yield Proposal(drafts, self._of_target(logits), stats)
+
+    def ends_early(self, state: BatchState) -> bool:
+        """Where drafts are greedy and can be looked at; see `min_reach`."""
+        return state.can_look and (self.greedy or state.all_greedy) and self.min_reach > 0
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Every new token of a row is one more position to read; a round with drafts began by reading those before."""
@@ -186,7 +193,7 @@ class EagleDrafter:
         """Read the positions that got their hidden states since the last draft; the feature [B, 1, H] after the last."""
         filled = self._filled[state.rows]
         missing = (state.seq_lens - filled) * state.active
-        width = int(missing.max()) if _can_look(state) else min(self._behind, state.max_text_length)
+        width = int(missing.max()) if state.can_look else min(self._behind, state.max_text_length)
         at = filled[:, None] + torch.arange(max(width, 1), device=filled.device)
         features = self._features(state, at)["hidden_states"]
         tokens = state.gather((at + 1).clamp(max=state.tokens.shape[1] - 1))  # rows that lack less end sooner
@@ -230,11 +237,6 @@ class EagleDrafter:
         whole = logits.new_full((*logits.shape[:-1], self._target.vocab_size), -torch.inf)
         whole[..., self._target_ids] = logits
         return whole
-
-
-def _can_look(state: BatchState) -> bool:
-    """Whether values on the device can be read without waiting for it."""
-    return state.tokens.device.type == "cpu"
 
 
 def _is_dynamic(config: Any) -> bool:

@@ -166,11 +166,15 @@ class MlpSpeculatorDrafter(HiddenHeadDrafter):
             inner, logits = self.model(step, inner, tokens)
             steps.append(self._draw(state, logits, step))
             tokens = steps[-1].tokens.clamp(min=0)
-            if steps[-1].confidence is not None and tokens.device.type == "cpu":
+            if steps[-1].confidence is not None and state.can_look:
                 reach = reach * steps[-1].confidence.where(steps[-1].tokens >= 0, 0.0)
                 if not bool((reach[state.active] >= self.min_reach).any()):
                     break
         return side_by_side(steps)
+
+    def ends_early(self, state: BatchState) -> bool:
+        """Where drafts are greedy and can be looked at; see `min_reach`."""
+        return state.can_look and (self.greedy or state.all_greedy) and self.min_reach > 0
 
 
 def build(files: HeadFiles) -> MlpSpeculator:

@@ -9,14 +9,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..config import check_int
-from ..state import BatchState, Proposal, Verdict
-
-Tokens = npt.NDArray[np.int32]
-Places = npt.NDArray[np.intp]
+from ..state import BatchState, Verdict
+from .lookup import LookupDrafter, Tokens, matches, slots
 
 _NOTHING: Tokens = np.empty(0, dtype=np.int32)
 MOST_MATCHES = 256  # that vote on what comes next, the latest
@@ -24,7 +21,7 @@ MOST_MATCHES = 256  # that vote on what comes next, the latest
 _IMAGINED_HITS, _IMAGINED = 0.25, 0.5
 
 
-class SuffixDrafter:
+class SuffixDrafter(LookupDrafter):
     """Proposes what most often followed the longest earlier matches of the text's end; of equals, what came last.
 
     Each further token is voted for by those matches that agree with the draft so far. Where one runs into the end of the row's
@@ -59,48 +56,23 @@ class SuffixDrafter:
         """Note the prompts; the texts that were in these slots go to the pool."""
         prompts = state.tokens[:, : max(state.prompt_lengths)].cpu().numpy()
         seeds, temperatures = state.seed.tolist(), state.temperature.tolist()
-        for index, slot in enumerate(_slots(state)):
+        for index, slot in enumerate(slots(state)):
             self._retire(slot)
             prompt = prompts[index, : state.prompt_lengths[index]]
             seed = seeds[index] if temperatures[index] > 0 and not state.coupled else None
             self._rows[slot] = _Row(prompt, seed)
 
-    def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
-        """See the class: tokens [B, K] and their confidence."""
-        tokens, confidence = [], []
-        for slot in _slots(state):
-            drafts = self._drafts(self._rows[slot], num_draft_tokens) if slot in self._rows else []
-            missing = num_draft_tokens - len(drafts)
-            tokens.append([token for token, _ in drafts] + [-1] * missing)
-            confidence.append([sure for _, sure in drafts] + [0.0] * missing)
-        device = state.tokens.device
-        sure = torch.tensor(confidence, dtype=torch.float32, device=device)
-        return Proposal(torch.tensor(tokens, dtype=torch.int64, device=device), confidence=sure)
-
-    def observe(self, state: BatchState, verdict: Verdict) -> None:
-        """Add the new tokens to the texts; texts that have ended go to the pool."""
-        limits, seq_lens = state.limits[:, None], state.seq_lens[:, None]
-        for slot, (limit, last, *tokens) in zip(
-            _slots(state), torch.cat([limits, seq_lens, verdict.tokens], dim=1).tolist(), strict=True
-        ):
-            if not limit:
-                self._retire(slot)
-            elif (row := self._rows.get(slot)) is not None:
-                row.append(tokens[: max(last + 1 - row.length, 0)])
-
-    def _retire(self, slot: int) -> None:
-        """Put an output into the pool, with as much of its prompt as a match may span."""
-        row = self._rows.pop(slot, None)
-        if row is not None and row.length > row.prompt_length:
-            self._pool.add(row.text[max(row.prompt_length - self.max_ngram, 0) :], row.seed)
-
-    def _drafts(self, row: "_Row", most: int) -> list[tuple[int, float]]:
-        """At most so many tokens, and how sure they are."""
-        own, length = row.with_room(most), row.length
+    def continuation(self, slot: int, text: Tokens, most: int) -> list[tuple[int, float]]:
+        """See the class and `LookupDrafter`."""
+        if slot not in self._rows:
+            return []
+        length, seed = len(text), self._rows[slot].seed
+        own = np.empty(length + most, dtype=np.int32)
+        own[:length] = text
         tail = own[max(length - self.max_ngram, 0) : length]
-        found, context = _matches(own[: length - 1], tail)
-        pool = self._pool.tokens if row.seed is None or row.seed not in self._pool.seeds else _NOTHING
-        others, other_context = _matches(pool, tail)
+        found, context = matches(own[: length - 1], tail)
+        pool = self._pool.tokens if seed is None or seed not in self._pool.seeds else _NOTHING
+        others, other_context = matches(pool, tail)
         if other_context > context:
             found, context = found[:0], other_context
         elif other_context < context:
@@ -123,11 +95,28 @@ class SuffixDrafter:
             found, others = found[next_own == token], others[next_others == token]
         return drafts
 
+    def observe(self, state: BatchState, verdict: Verdict) -> None:
+        """Add the new tokens to the texts; texts that have ended go to the pool."""
+        limits, seq_lens = state.limits[:, None], state.seq_lens[:, None]
+        for slot, (limit, last, *tokens) in zip(
+            slots(state), torch.cat([limits, seq_lens, verdict.tokens], dim=1).tolist(), strict=True
+        ):
+            if not limit:
+                self._retire(slot)
+            elif (row := self._rows.get(slot)) is not None:
+                row.append(tokens[: max(last + 1 - row.length, 0)])
+
+    def _retire(self, slot: int) -> None:
+        """Put an output into the pool, with as much of its prompt as a match may span."""
+        row = self._rows.pop(slot, None)
+        if row is not None and row.length > row.prompt_length:
+            self._pool.add(row.text[max(row.prompt_length - self.max_ngram, 0) :], row.seed)
+
 
 class _Row:
     """A text on the host, with the seed of its random numbers; None: it draws none."""
 
-    def __init__(self, prompt: npt.NDArray[np.int64], seed: int | None) -> None:
+    def __init__(self, prompt: Tokens, seed: int | None) -> None:
         self.prompt_length = self.length = len(prompt)
         self.seed = seed
         self._buffer = np.empty(2 * len(prompt) + 64, dtype=np.int32)
@@ -137,15 +126,12 @@ class _Row:
     def text(self) -> Tokens:
         return self._buffer[: self.length]
 
-    def with_room(self, room: int) -> Tokens:
-        """The text, with at least so many places behind it."""
-        if self.length + room > len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.empty(len(self._buffer) + room, dtype=np.int32)])
-        return self._buffer
-
     def append(self, tokens: Sequence[int]) -> None:
-        self.with_room(len(tokens))[self.length : self.length + len(tokens)] = tokens
-        self.length += len(tokens)
+        end = self.length + len(tokens)
+        if end > len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.empty(end, dtype=np.int32)])
+        self._buffer[self.length : end] = tokens
+        self.length = end
 
 
 class _Pool:
@@ -187,23 +173,3 @@ class _Pool:
                 self.seeds[gone] -= 1
                 if not self.seeds[gone]:
                     del self.seeds[gone]
-
-
-def _matches(text: Tokens, tail: Tokens) -> tuple[Places, int]:
-    """The longest matches of the end of `tail`, which has a token: the places of their last tokens, ascending; their length."""
-    places, length = np.flatnonzero(text == tail[-1]), 1
-    if not len(places):
-        return places, 0
-    while length < len(tail):
-        longer = places[places >= length]
-        longer = longer[text[longer - length] == tail[-1 - length]]
-        if not len(longer):
-            break
-        places, length = longer, length + 1
-    return places, length
-
-
-def _slots(state: BatchState) -> list[int]:
-    """Of the state's rows."""
-    rows = state.rows
-    return list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()

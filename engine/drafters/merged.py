@@ -1,0 +1,101 @@
+"""One proposal out of several."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..backend import RowStats, row_stats
+from ..config import GREEDY_BELOW
+from ..state import BatchState, Proposal
+
+_BELOW_ONE = 1 - 2**-24  # the largest float32
+
+
+def padded(proposal: Proposal, num_draft_tokens: int) -> Proposal:
+    """Proposals of fewer columns with empty ones behind: all fields [B, K, ...]."""
+    missing = num_draft_tokens - proposal.tokens.shape[1]
+    if missing <= 0:
+        return proposal
+    tokens, logits, stats, confidence = proposal
+    return Proposal(
+        pad(tokens, (0, missing), value=-1),
+        None if logits is None else pad(logits, (0, 0, 0, missing)),
+        None if stats is None else RowStats(*(pad(field, (0, missing)) for field in stats)),
+        None if confidence is None else pad(confidence, (0, missing)),
+    )
+
+
+def merged(proposals: Sequence[Proposal], takes: Sequence[Tensor], state: BatchState, vocab_size: int) -> Proposal:
+    """The drafts that are taken, [B, K]; with logits if some of them were drawn, and these count.
+
+    Args:
+        proposals: [B, K] each.
+        takes: [B, K] bool, of each proposal: its drafts that are taken, every place from one proposal at most.
+        vocab_size: the target's, to which logits are widened.
+    """
+    tokens = torch.full_like(proposals[0].tokens, -1)
+    drawn = torch.zeros_like(tokens, dtype=torch.bool)  # by logits
+    for proposal, taken in zip(proposals, takes, strict=True):
+        tokens = proposal.tokens.where(taken, tokens)
+        drawn = drawn | (taken & (proposal.logits is not None))
+    unseen = state.all_greedy or state.coupled or all(proposal.logits is None for proposal in proposals)
+    if unseen or (state.can_look and not bool((drawn & state.active[:, None]).any())):
+        return Proposal(tokens, confidence=_confidence(proposals, takes, state))
+    logits, stats = _rows(proposals, takes, state, vocab_size)
+    if state.can_look and bool(drawn.all()):
+        return Proposal(tokens, logits, stats)
+    return Proposal(tokens, *made_certain(tokens, ~drawn, logits, stats))
+
+
+def _confidence(proposals: Sequence[Proposal], takes: Sequence[Tensor], state: BatchState) -> Tensor | None:
+    """[B, K] from the stage that each row took; None if one of those does not say."""
+    confidence = torch.zeros_like(proposals[0].tokens, dtype=torch.float32)
+    for proposal, taken in zip(proposals, takes, strict=True):
+        own = proposal.confidence if proposal.confidence is not None else _probability(proposal, state)
+        if own is not None:
+            confidence = torch.where(taken, own, confidence)
+        elif not state.can_look or bool((taken & state.active[:, None]).any()):
+            return None
+    return confidence
+
+
+def _probability(proposal: Proposal, state: BatchState) -> Tensor | None:
+    """[B, K] q of the drafts, of greedy rows at temperature 1; None without logits and stats."""
+    if proposal.logits is None or proposal.stats is None:
+        return None
+    logits = proposal.logits.gather(-1, proposal.tokens.clamp(min=0)[..., None])[..., 0].float()
+    temperature = state.temperature.masked_fill(state.temperature < GREEDY_BELOW, 1)[:, None]
+    return (logits / temperature - proposal.stats.lse).exp().float().nan_to_num(0.0).clamp(max=_BELOW_ONE)
+
+
+def _rows(
+    proposals: Sequence[Proposal], takes: Sequence[Tensor], state: BatchState, vocab_size: int
+) -> tuple[Tensor, RowStats]:
+    """The logits [B, K, V] of the stages that rows took, and their stats [B, K]; any where a stage has none."""
+    found = [(p.logits, p.stats, taken) for p, taken in zip(proposals, takes, strict=True) if p.logits is not None]
+    size = max(vocab_size, *(logits.shape[-1] for logits, _, _ in found))
+    chosen: tuple[Tensor, RowStats] | None = None
+    for logits, given, taken in found:
+        stats = given or row_stats(logits, **state.sampling)
+        if (missing := size - logits.shape[-1]) > 0:
+            logits = pad(logits, (0, missing), value=-torch.inf)
+        if chosen is not None:
+            logits = torch.where(taken[..., None], logits, chosen[0])
+            stats = RowStats(*(torch.where(taken, *pair) for pair in zip(stats, chosen[1], strict=True)))
+        chosen = logits, stats
+    assert chosen is not None
+    return chosen
+
+
+def made_certain(tokens: Tensor, certain: Tensor, logits: Tensor, stats: RowStats) -> tuple[Tensor, RowStats]:
+    """The same rows, but where `certain` [B, K] those whose token has logit 0 and all others -inf: lse = 0, q = 1 exactly."""
+    ids = tokens.clamp(min=0)
+    rows = logits.masked_fill(certain[..., None], -torch.inf)  # a copy
+    rows.scatter_(-1, ids[..., None], rows.gather(-1, ids[..., None]).masked_fill(certain[..., None], 0))
+    return rows, RowStats(
+        threshold=stats.threshold.masked_fill(certain, 0),
+        lse=stats.lse.masked_fill(certain, 0),
+        argmax=torch.where(certain, ids, stats.argmax),
+    )

@@ -1,0 +1,86 @@
+"""NGramDrafter: what followed the most recent of the longest earlier matches; on the host and on the device alike."""
+
+import random
+
+import pytest
+import torch
+from test_drafters_suffix import state_of
+
+import engine
+from engine.drafters.ngram import _CHANCES
+from engine.state import BatchState
+
+
+def expected_drafts(text: list[int], shortest: int, longest: int, most: int) -> list[tuple[int, float]]:
+    """The rule, spelled out."""
+    for length in range(min(longest, len(text) - 1), shortest - 1, -1):
+        for end in range(len(text) - 1, length - 1, -1):  # of an earlier match: the token that follows it
+            if text[end - length : end] == text[-length:]:
+                drafts: list[tuple[int, float]] = []
+                whole = list(text)
+                for step in range(most):
+                    whole.append(whole[end + step])
+                    drafts.append((whole[-1], _CHANCES[min(length + step, len(_CHANCES)) - 1]))
+                return drafts
+    return []
+
+
+@pytest.fixture(params=[True, False], ids=["host", "device"])
+def looking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BatchState, "can_look", request.param)
+
+
+def proposed(drafter: engine.NGramDrafter, texts: list[list[int]], most: int) -> list[list[tuple[int, float]]]:
+    tokens, _, _, confidence = drafter.propose(state_of(texts), most)
+    assert tokens.shape == (len(texts), most) and confidence is not None
+    rows = zip(tokens.tolist(), confidence.tolist(), strict=True)
+    return [[(token, sure) for token, sure in zip(*row, strict=True) if token >= 0] for row in rows]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_most_recent_of_the_longest_matches(seed: int, looking: None) -> None:
+    rng = random.Random(seed)
+    vocab, shortest = rng.choice([1, 2, 3, 6, 20]), rng.choice([1, 1, 2, 3])
+    longest, most = shortest + rng.choice([0, 1, 7]), rng.choice([1, 4, 15])
+    texts = [[rng.randrange(vocab) for _ in range(rng.randint(1, 40))] for _ in range(5)]
+    found = proposed(engine.NGramDrafter(shortest, longest), texts, most)
+    for text, drafts in zip(texts, found, strict=True):
+        expected = expected_drafts(text, shortest, longest, most)
+        assert [token for token, _ in drafts] == [token for token, _ in expected]
+        assert [sure for _, sure in drafts] == pytest.approx([sure for _, sure in expected])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([5], []),
+        ([5, 6], []),
+        ([5, 5], [5, 5, 5, 5]),
+        ([1, 2, 3, 1, 2, 3, 1], [2, 3, 1, 2]),
+        ([1, 9, 4, 2, 9, 7, 1, 9], [4, 2, 9, 7]),  # the longer match, though the shorter one is later
+        ([1, 9, 4, 1, 9, 7, 1, 9], [7, 1, 9, 7]),  # the later of two
+    ],
+)
+def test_by_hand(text: list[int], expected: list[int], looking: None) -> None:
+    assert [token for token, _ in proposed(engine.NGramDrafter(), [text], 4)[0]] == expected
+
+
+def test_rows_that_want_nothing_are_proposed_what_they_may(looking: None) -> None:
+    """Slots without a request: whatever stands there, the others get theirs."""
+    state = state_of([[1, 2, 1], [3, 4, 3]])
+    state.limits[0] = 0
+    assert engine.NGramDrafter().propose(state, 2).tokens[1].tolist() == [4, 3]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rule"),
+    [((0, 8), "min_ngram must be >= 1, got 0"), ((3, 2), "max_ngram must be >= 3, got 2")],
+)
+def test_bad_sizes(sizes: tuple[int, int], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        engine.NGramDrafter(*sizes)
+
+
+def test_proposals_are_one_hot() -> None:
+    assert torch.is_tensor(engine.NGramDrafter().propose(state_of([[1, 1]]), 3).confidence)
+    assert engine.NGramDrafter().propose(state_of([[1, 1]]), 3).logits is None
