@@ -6,6 +6,7 @@ repeated or gathered K and V. On a CPU it is `scaled_dot_product_attention` over
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .backend import ragged_attention
-from .cache import RaggedCache
+from .cache import CallPlan, RaggedCache
 
+PART = 128  # columns of a prefill that attend together
 GROUPED, RAGGED = "speculative_engine_grouped", "speculative_engine_ragged"
 _caches: list[
     RaggedCache
@@ -27,25 +29,59 @@ def _grouped(
     query: Tensor,  # [B, heads, W, D]
     key: Tensor,  # [B, K/V heads, L, D]
     value: Tensor,  # [B, K/V heads, L, D]
-    attention_mask: Tensor | None,  # [B, 1, W, L]
+    attention_mask: Tensor | None,  # [B, 1, W, L] bool
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`scaled_dot_product_attention` in which the heads of a group are further queries of their K/V head.
 
     Repeating K and V for every query head instead, as transformers does for W > 1, copies the whole cache in every layer.
+    Of a long prefill, each part attends to the keys up to its own end only.
 
     Returns:
         [B, W, heads, D], and no weights.
     """
-    batch, heads, width, head_dim = query.shape
-    group = heads // key.shape[1]
-    if group == 1 or width == 1 or attention_mask is None or attention_mask.shape[1] != 1:
+    if attention_mask is None or attention_mask.shape[1] != 1 or attention_mask.dtype != torch.bool:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
-    query = query.reshape(batch, heads // group, group * width, head_dim)
-    mask = attention_mask.expand(-1, group, -1, -1).reshape(batch, 1, group * width, -1)
-    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(batch, heads, width, head_dim).transpose(1, 2), None
+    batch, heads, _, head_dim = query.shape
+    outputs = []
+    for part in _parts(_caches[-1].plan, attention_mask, heads // key.shape[1], query.dtype):
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, part.columns].reshape(batch, key.shape[1], -1, head_dim),
+            key[:, :, : part.num_keys],
+            value[:, :, : part.num_keys],
+            attn_mask=part.mask,
+            scale=scaling,
+        )
+        outputs.append(output.reshape(batch, heads, -1, head_dim))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2), None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some columns of a call."""
+
+    columns: slice
+    num_keys: int  # that they can see
+    mask: Tensor  # [B, 1, group * columns, num_keys], 0 or -inf: what `scaled_dot_product_attention` makes of bools each time
+
+
+def _parts(plan: CallPlan, mask: Tensor, group: int, dtype: torch.dtype) -> list[_Part]:
+    """The columns of a call; a prefill's in parts, of which the first need not see all keys."""
+    key = id(mask), group, dtype
+    if key not in plan.prepared:
+        width, num_keys = mask.shape[-2:]
+        parts = []
+        for begin in range(0, width, PART):
+            end = min(begin + PART, width)
+            seen = num_keys if end == width else min(int(plan.start.max()) + end, num_keys)
+            visible = mask[:, :, begin:end, :seen]
+            added = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+            added = added.expand(-1, group, -1, -1).reshape(len(mask), 1, -1, seen)
+            parts.append(_Part(slice(begin, end), seen, added))
+        plan.prepared[key] = mask, parts  # with the mask, so that its id stays its own
+    found: list[_Part] = plan.prepared[key][1]
+    return found
 
 
 def _ragged(

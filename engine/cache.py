@@ -5,7 +5,8 @@ overwritten in time. Rolling back is therefore lowering `seq_lens` and touches n
 than rows can use, the trash slot, where the K/V of padding goes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class CallPlan:
     write_at: Tensor  # [n, W] int64 positions; the trash slot where a column is padding
     span: slice | None  # of a single row on a CPU: the positions of its valid columns, for a plain copy
     kv_length: int  # keys and values [0, kv_length) are handed to attention
+    prepared: dict[Hashable, Any] = field(default_factory=dict)  # what attention works out in the first layer, for all
 
     @property
     def slots_or_none(self) -> Tensor | None:
