@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from . import philox
 from .draw import draw, draw_by_token
-from .numerics import bounds, chunks, finite, places, resize, take, those
+from .numerics import bounds, chunks, computed, finite, places, resize, take, those
 from .records import Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, log_residual
 from .rows import Rows, Temperatures
@@ -123,6 +123,10 @@ def verify(
         draft_logits = None
     temperatures, filters = Temperatures.of(temperature), (top_k, top_p, min_p)
     target = adjusted(target_logits, logit_bias, token_mask)
+    if temperatures.all_greedy and not return_logprobs:
+        verdict = _greedy_verdict(target, draft_tokens)
+        if verdict is not None:
+            return verdict
     p, q = Rows.of(target, temperatures, filters, want_argmax=method == "coupled"), None
     if draft_logits is not None:
         draft = adjusted(draft_logits, *(_head(value, num_drafts) for value in (logit_bias, token_mask)))
@@ -175,6 +179,20 @@ def verify(
     tokens = torch.cat([draft_tokens, next_token], dim=1).masked_fill_(column >= last, -1).scatter_(1, last, next_token)
     logprobs = p.log_prob_of(tokens).where(tokens >= 0, 0) if return_logprobs else None
     return Verdict(tokens, num_accepted, status, logprobs)
+
+
+def _greedy_verdict(target: Tensor, draft_tokens: Tensor) -> Verdict | None:
+    """By the argmaxes alone, which decide where all rows are greedy; None if a row may be no distribution."""
+    parts = [computed(rows).max(dim=-1) for (rows,) in chunks(target.shape[-1], target.flatten(0, 1))]
+    low, high = bounds(torch.cat([part.values for part in parts]))
+    if not -torch.inf < low <= high < torch.inf:
+        return None
+    argmax = torch.cat([part.indices for part in parts]).view(target.shape[:2])
+    stands = (draft_tokens == argmax[:, :-1]).long().cumprod(dim=1)
+    # Drafts that stand are the argmaxes, and so is what comes after them.
+    tokens = torch.cat([argmax[:, :1], argmax[:, 1:].where(stands > 0, -1)], dim=1)
+    num_accepted = stands.sum(dim=1)
+    return Verdict(tokens, num_accepted, torch.zeros_like(num_accepted))
 
 
 def _next_log_weights(
