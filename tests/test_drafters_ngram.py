@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from test_drafters_suffix import state_of
+from test_drafters_suffix import NOT_DISPUTED, state_of
 
 import engine
 from engine.drafters.ngram import _CHANCES
@@ -53,10 +53,7 @@ def test_the_most_recent_of_the_longest_matches(seed: int, looking: None) -> Non
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ([5], []),
-        ([5, 6], []),
-        ([5, 5], [5, 5, 5, 5]),
-        ([1, 2, 3, 1, 2, 3, 1], [2, 3, 1, 2]),
+        *NOT_DISPUTED,
         ([1, 9, 4, 2, 9, 7, 1, 9], [4, 2, 9, 7]),  # the longer match, though the shorter one is later
         ([1, 9, 4, 1, 9, 7, 1, 9], [7, 1, 9, 7]),  # the later of two
     ],

@@ -166,7 +166,7 @@ class _Behind:
         assert self.proposal.confidence is not None
         for row in list(self._texts):
             drafts = list(takewhile(lambda token: token >= 0, tokens[row].tolist()))
-            text = self._texts[row] = np.append(self._texts[row], drafts).astype(np.int64)
+            text = self._texts[row] = np.concatenate([self._texts[row], np.array(drafts, dtype=np.int64)])
             self._room[row] -= len(drafts)
             found = self._continuation(row, text) if drafts else []
             if found:

@@ -1,5 +1,6 @@
 """Looking back: what drafters share that find the end of a row's text again in earlier text."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,20 @@ Tokens = npt.NDArray[np.integer[Any]]
 Places = npt.NDArray[np.intp]
 
 
-class LookupDrafter:
+class LookupDrafter(ABC):
     """Drafts that are a function of a row's text, and of what is known of other texts; one-hot, and almost free.
 
     The text may be the committed one, or that with another drafter's drafts behind it: `CascadeDrafter` asks for both.
     """
 
+    @abstractmethod
     def continuation(self, slot: int, text: Tokens, most: int) -> list[tuple[int, float]]:
         """At most so many tokens that may follow the text [N] of the row in this slot, each with its confidence in [0, 1)."""
-        raise NotImplementedError
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
-        """The continuations of all rows: tokens [B, K] and their confidence. Work on the host, row by row."""
-        found = [
-            self.continuation(slot, text, num_draft_tokens)
-            for slot, text in zip(slots(state), texts(state), strict=True)
-        ]
+        """The continuations of all active rows: tokens [B, K] and their confidence. Work on the host, row by row."""
+        rows = zip(slots(state), texts(state), state.active.tolist(), strict=True)
+        found = [self.continuation(slot, text, num_draft_tokens) if active else [] for slot, text, active in rows]
         padded = [drafts + [(-1, 0.0)] * (num_draft_tokens - len(drafts)) for drafts in found]
         device, shape = state.tokens.device, (len(found), num_draft_tokens)
         tokens = torch.tensor([[token for token, _ in row] for row in padded], dtype=torch.int64, device=device)
