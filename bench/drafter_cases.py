@@ -39,7 +39,7 @@ def drafters(target: PreTrainedModel) -> dict[str, Callable[[], engine.Drafter]]
 def _eagle3(config: Any) -> engine.EagleDrafter:
     layers = config.num_hidden_layers
     draft_vocab = min(DRAFT_VOCAB, config.vocab_size)
-    head = EagleModel(head_config(config, 3, draft_vocab, None))
+    head = EagleModel(head_config(config, 3, draft_vocab))
     return engine.EagleDrafter(head, (0, layers // 2, layers), min_reach=0.0)
 
 

@@ -20,11 +20,11 @@ from bench.measure import contest
 from bench.peers import PEERS, Compiled, Peer, Transformers
 from bench.report import NAMES, ROOT, Report
 
-SECONDS = 400  # after which nothing new is started
+SECONDS = 400  # after which nothing new is started, unless more are asked for
 GPU_CASE = Case(batch=64, num_drafts=4, vocab_size=151936)  # the shape that the goals are for
 GOAL_CASES = ("one-hot", "full", "block", "coupled", "greedy", "one-hot, top-p 0.9", "full, top-p 0.9")
 CPU_VOCAB_SIZES = (32000, 49152, 128256, 151936)
-TEST_SECONDS = 240
+TEST_SECONDS = 1200  # at most; the first time, several hundred compilations are among them
 
 Step = tuple[str, Callable[[Report], None]]
 
@@ -68,41 +68,50 @@ def gpu_tests(report: Report) -> None:
     report.tests = {"outcome": f"{outcome}, {seconds} s", "exit_status": code, "tail": output.splitlines()[-25:]}
 
 
-def end_to_end_case(title: str, function: Callable[[str], Any]) -> Step:
+def end_to_end_case(case: tuple[str, Callable[[str], Any]]) -> Step:
+    title, function = case
+
     def run(report: Report) -> None:
         report.end_to_end[title] = function(report.device)
 
     return title, run
 
 
-def plan(device: str, quick: bool) -> Iterator[Step]:
-    """What is run, the most wanted first."""
+def plan(device: str, quick: bool, tests: bool = True) -> Iterator[Step]:
+    """What is run, the most wanted first; tests last, as they compile every variant of every kernel, for minutes."""
     if device == "cuda":
         peers = [peer for peer in PEERS if not (quick and isinstance(peer, Compiled))]
         repeats, seconds = (30, 15.0) if quick else (60, 30.0)
         for batch in (64, 1):
             yield gpu_contest(batch, GOAL_CASES, peers, repeats=repeats, seconds=seconds)
-        yield "tests on the GPU", gpu_tests
+        yield from map(end_to_end_case, end_to_end.CASES.items())
         names = list(all_cases(1, GPU_CASE.num_drafts, GPU_CASE.vocab_size))
         others = [name for name in names if name not in GOAL_CASES]
         for batch, more in () if quick else ((64, others), (1, others), (8, names), (256, names)):
             yield gpu_contest(batch, more, [], repeats=30, seconds=seconds)
+        if tests:
+            yield "tests on the GPU", gpu_tests
     else:
         repeats, seconds = (7, 1.0) if quick else (25, 3.0)
         for batch in (1, 8):
             for dtype in (torch.bfloat16, torch.float32):
                 for vocab_size in CPU_VOCAB_SIZES:
                     yield cpu_contest(batch, vocab_size, dtype, repeats=repeats, seconds=seconds)
-    for title, function in end_to_end.CASES.items():
-        yield end_to_end_case(title, function)
+        yield from map(end_to_end_case, end_to_end.CASES.items())
 
 
-def run(folder: Path, *, quick: bool) -> Report:
-    """Run the plan and save after every step. A step that fails becomes a note."""
+def run(folder: Path, *, quick: bool, tests: bool = True, seconds: float | None = None) -> Report:
+    """Run the plan and save after every step. A step that fails becomes a note.
+
+    Args:
+        quick: only what the goals need, with fewer repetitions.
+        tests: also those that need a GPU, if there is one.
+        seconds: after which nothing new is started; None: `SECONDS`.
+    """
     start = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     timing.use_all_cores()
-    report = Report(folder, device, deadline=start + SECONDS)
+    report = Report(folder, device, deadline=start + (SECONDS if seconds is None else seconds))
 
     def progress(text: str) -> None:
         print(f"[{time.monotonic() - start:5.0f} s] {text}", flush=True)
@@ -112,7 +121,7 @@ def run(folder: Path, *, quick: bool) -> Report:
     if device == "cpu":
         report.tests = {"outcome": "not run: no GPU"}
     report.save()
-    for title, step in plan(device, quick):
+    for title, step in plan(device, quick, tests):
         if time.monotonic() > report.deadline:
             report.notes.append(f"left out for lack of time: {title}")
             continue
@@ -135,6 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_report", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for report.json and report.md; created")
     parser.add_argument("--quick", action="store_true", help="only what the goals need, with fewer repetitions")
+    parser.add_argument("--no-tests", action="store_true", help="figures only: `pytest -m gpu` is run by hand")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help=f"start nothing new after so long (default: {SECONDS})"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite a report that is there")
     options = parser.parse_args(arguments)
     folder: Path = options.out.expanduser().resolve()
@@ -148,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         probe.unlink()
     except OSError as error:
         parser.error(f"--out {folder} cannot be written: {error.strerror}")
-    run(folder, quick=options.quick)
+    run(folder, quick=options.quick, tests=not options.no_tests, seconds=options.seconds)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,11 @@ class Contest:
         self.cuda = device == "cuda"
         self.entries: list[tuple[Record, Contender]] = []
         self.failed: list[Record] = []
+        self.copies: dict[str, Contender] = {}  # of memory, by name
 
     def add_ours(self, name: str, case: Case) -> None:
         copies = timing.copies_for_cold_cache(case.bytes_moved) if self.cuda else 1
+        self._add_copy(case, copies)
         record = Record(name, "eager", case.shape, case.batch, case.bytes_moved, copies)
 
         def start() -> tuple[list[Call], Callable[[Any], None]]:
@@ -54,6 +56,16 @@ class Contest:
             return [our_call(case, each) for each in several], lambda result: check_ours(case, several[0], result)
 
         self._enter(record, start, captures=True, at_least=timing.CALLS_PER_REPETITION if self.cuda else 1)
+
+    def _add_copy(self, case: Case, copies: int) -> None:
+        """Before anybody whose capture may fail: torch makes no promises about captures after that."""
+        name = f"copy {case.bytes_moved}"
+        if not self.cuda or name in self.copies:
+            return
+        try:
+            self.copies[name], _ = timing.capture(timing.device_copies(case.bytes_moved, copies))
+        except Exception as error:
+            self.failed.append(Record(name, "graph", case.shape, case.batch, copies=copies, error=_line(error)))
 
     def add_peer(self, peer: Peer, case: Case) -> None:
         """A peer on the inputs that ours gets; where it is not available, the record says why."""
@@ -91,16 +103,12 @@ class Contest:
                 check(result)
                 self.entries.append((record, graph))
         except Exception as error:  # a contender that fails is a result too
-            record.error = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            record.error = _line(error)
             self.failed.append(record)
 
     def run(self, repeats: int, seconds: float = math.inf) -> list[Record]:
         """Time all in turns; `seconds` is about how long that may take."""
-        contenders = {str(number): contender for number, (_, contender) in enumerate(self.entries)}
-        sizes = sorted({(r.contract_bytes, r.copies) for r, _ in self.entries if r.contract_bytes is not None})
-        if self.cuda:
-            for size, copies in sizes:
-                contenders[f"copy {size}"], _ = timing.capture(timing.device_copies(size, copies))
+        contenders = {str(number): contender for number, (_, contender) in enumerate(self.entries)} | self.copies
         timings = timing.interleave(contenders, repeats=repeats, seconds=seconds, cuda=self.cuda)
         for number, (record, _) in enumerate(self.entries):
             result = timings[str(number)]
@@ -111,6 +119,10 @@ class Contest:
                 copy = timings.get(f"copy {record.contract_bytes}")
                 record.copy_gb_per_s = record.contract_bytes / copy.median / 1e9 if copy else None
         return [record for record, _ in self.entries] + self.failed
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def contest(

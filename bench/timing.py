@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from engine.backend import reserve_counters
+from engine.graphs import CudaCapture
+
 Call = Callable[[], Any]
 MAX_COPIES = 1024  # of an input; where even they fit into the L2, a case is timed with a warm cache
 CALLS_PER_REPETITION = 20  # at least, on a GPU: what one launch from the host costs is then spread thin
@@ -113,19 +116,22 @@ def capture(calls: Sequence[Call]) -> tuple[Contender, Any]:
     round has it.
     """
     several = at_least_so_many(calls, CALLS_PER_REPETITION)
+    reserve_counters(torch.device("cuda", torch.cuda.current_device()))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in several[:3]:
             call()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    first = None
-    with torch.cuda.graph(graph):
-        for number, call in enumerate(several):
-            result = call()
-            if number == 0:
-                first = result  # kept, so that no later call of the graph writes where it lies
+
+    def work() -> Any:
+        first = several[0]()  # kept, so that no later call of the graph writes where it lies
+        for call in several[1:]:
+            call()
+        return first
+
+    graph = CudaCapture(torch.cuda.graph_pool_handle(), side)
+    first = graph.record(work)
     graph.replay()
     torch.cuda.synchronize()
     return Contender(graph.replay, len(several)), first

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
         StagedDraftModel,
         SuffixDrafter,
     )
-    from .drafters.layer_search import LayerChoice, LayerSearch, search_layers
     from .engine import Engine
     from .errors import EngineError, InvalidLogitsError, UnsupportedModelError
+    from .layer_search import LayerChoice, LayerSearch, search_layers
     from .loading import load
     from .metrics import Stats
     from .output import Output, Piece, Span
@@ -47,8 +47,8 @@ _HOME = {
     "EngineError": "errors",
     "IntersectionDraftModel": "drafters",
     "InvalidLogitsError": "errors",
-    "LayerChoice": "drafters.layer_search",
-    "LayerSearch": "drafters.layer_search",
+    "LayerChoice": "layer_search",
+    "LayerSearch": "layer_search",
     "LayerSkipDrafter": "drafters",
     "MedusaDrafter": "drafters",
     "MlpSpeculatorDrafter": "drafters",
@@ -65,7 +65,7 @@ _HOME = {
     "UnsupportedModelError": "errors",
     "Verdict": "state",
     "load": "loading",
-    "search_layers": "drafters.layer_search",
+    "search_layers": "layer_search",
 }
 
 __all__ = [

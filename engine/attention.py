@@ -19,9 +19,8 @@ from .cache import CallPlan, RaggedCache
 
 PART = 128  # columns of a prefill that attend together
 GROUPED, RAGGED = "speculative_engine_grouped", "speculative_engine_ragged"
-_caches: list[
-    RaggedCache
-] = []  # of the call that is under way, last; the function that models call cannot be told more
+# Of the call that is under way, last; the function that models call cannot be told more.
+_caches: list[RaggedCache] = []
 
 
 def _grouped(

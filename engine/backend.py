@@ -1,19 +1,22 @@
 """The only door to `engine.kernels`: everything else in the engine imports the operations from here."""
 
-from engine.kernels.attention_ops import ragged_attention, scatter_kv
+from engine.kernels.attention_ops import MAX_HEAD_DIM, ragged_attention, scatter_kv
 from engine.kernels.ops import row_stats, sample, verify
 from engine.kernels.philox import DRAFT, SAMPLE
 from engine.kernels.records import FATAL_STATUS, Draws, RowStats, Status, Verdict
+from engine.kernels.workspace import reserve as reserve_counters
 
 __all__ = [
     "DRAFT",
     "FATAL_STATUS",
+    "MAX_HEAD_DIM",
     "SAMPLE",
     "Draws",
     "RowStats",
     "Status",
     "Verdict",
     "ragged_attention",
+    "reserve_counters",
     "row_stats",
     "sample",
     "scatter_kv",

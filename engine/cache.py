@@ -137,7 +137,8 @@ class RaggedCache(Cache):
         if len(slots) == 1 and slots.device.type == "cpu":
             begin = int(positions[0, 0])
             span = slice(begin, begin + int(num_valid[0]))
-        self.plan = CallPlan(rows, slots[:, None], positions[:, 0], num_valid, write_at, span, kv_length)
+        start = positions[:, 0].contiguous()  # the kernels need it so, and would copy it in every layer
+        self.plan = CallPlan(rows, slots[:, None], start, num_valid, write_at, span, kv_length)
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:

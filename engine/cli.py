@@ -1,6 +1,7 @@
 """The command line: `python -m engine demo | generate | chat | train`, also installed as `speculative-engine`."""
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -27,7 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click that newer typers carry
 
 
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # better a question mark than no text at all
+    if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text spoil one prompt, as in arguments, and no other
+        sys.stdin.reconfigure(errors="surrogateescape")
     try:
         status = int(app(words, standalone_mode=False) or 0)
         sys.stdout.flush()
@@ -115,6 +117,7 @@ def generate(
     prompts_file: options.PromptsFile = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the chat template.")] = False,
     target: options.Target = None,
+    tokenizer: options.Tokenizer = None,
     drafter: options.Drafter = None,
     num_draft_tokens: options.NumDraftTokens = "auto",
     verification: options.Verification = "rejection",
@@ -130,6 +133,7 @@ def generate(
     max_new_tokens: options.MaxNewTokens = 128,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -139,7 +143,7 @@ def generate(
     """
     from .config import SamplingParams
 
-    params = SamplingParams(temperature, top_k, top_p, min_p, max_new_tokens, seed, tuple(stop or ()))
+    params = SamplingParams(temperature, top_k, top_p, min_p, max_new_tokens, seed, tuple(stop or ()), ignore_eos)
     texts = read_prompts(prompts or [], prompts_file)
     items: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
     llm = _load(
@@ -152,7 +156,9 @@ def generate(
         max_length=max_length,
         dtype=dtype,
         device=device,
+        tokenizer=tokenizer,
     )
+    llm.check(items, params)
     if len(items) == 1 and not as_json:
         _stream_one(llm, items[0], params)
     else:
@@ -162,6 +168,7 @@ def generate(
 @app.command()
 def chat(
     target: options.Target = None,
+    tokenizer: options.Tokenizer = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     drafter: options.Drafter = None,
     num_draft_tokens: options.NumDraftTokens = "auto",
@@ -195,8 +202,12 @@ def chat(
         max_length=max_length,
         dtype=dtype,
         device=device,
+        tokenizer=tokenizer,
     )
     return Chat(llm, params, system, as_json).run()
+
+
+app.command()(train)  # help lists the commands in this order
 
 
 def _integer(text: str) -> Any:
@@ -248,12 +259,17 @@ def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int
         try:
             outputs = llm.generate(items[start : start + group], params, progress=len(items) > 1)
         except InvalidLogitsError as error:
-            outputs, failure = error.outputs, error
+            outputs, failure = error.outputs, EngineError(_renumbered(str(error), start))
         for index, output in enumerate(outputs, start):
             if output is not None:
                 _show(index, output, as_json)
         if failure is not None:
             raise failure
+
+
+def _renumbered(message: str, start: int) -> str:
+    """That of a group of prompts, the first of which is number `start` of all."""
+    return re.sub(r"prompts\[(\d+)\]", lambda found: f"prompts[{start + int(found[1])}]", message)
 
 
 def _show(index: int, output: "Output", as_json: bool) -> None:

@@ -30,6 +30,16 @@ Target = Annotated[
         metavar="MODEL",
     ),
 ]
+Tokenizer = Annotated[
+    str | None,
+    _option(
+        "--tokenizer",
+        help="Hub id or folder of a tokenizer.",
+        panel=MODEL,
+        show_default="the model's",
+        metavar="TOKENIZER",
+    ),
+]
 Drafter = Annotated[
     str | None,
     _option(
@@ -64,7 +74,7 @@ Exact = Annotated[
     bool | None,
     _option(
         "--exact/--no-exact",
-        help="Same text, bit for bit, with and without speculation.",
+        help="Same text, bit for bit, with and without speculation: greedy, or sampled under coupled.",
         panel=MODEL,
         show_default="exact on a GPU only",
     ),
@@ -87,10 +97,15 @@ TopP = Annotated[float, _option("--top-p", help="Keep the likeliest tokens with 
 MinP = Annotated[
     float, _option("--min-p", help="Keep tokens with this share of the likeliest one; 0: off.", panel=SAMPLING)
 ]
-MaxNewTokens = Annotated[int, _option("--max-new-tokens", "-n", help="At most so many tokens.", panel=SAMPLING)]
-Seed = Annotated[int | None, _option("--seed", help="For a repeatable text when sampling.", panel=SAMPLING)]
+MaxNewTokens = Annotated[int, _option("--max-new-tokens", "-n", help="Maximum number of new tokens.", panel=SAMPLING)]
+Seed = Annotated[
+    int | None, _option("--seed", help="Random seed. With a fixed -k, sampled text is then repeatable.", panel=SAMPLING)
+]
 Stop = Annotated[
     list[str] | None, _option("--stop", help="End before this text; may be given several times.", panel=SAMPLING)
+]
+IgnoreEos = Annotated[
+    bool, _option("--ignore-eos", help="Do not end at the model's end-of-sequence token.", panel=SAMPLING)
 ]
 Json = Annotated[bool, _option("--json", help="JSON on standard output, and nothing else there.")]
 Debug = Annotated[
@@ -98,7 +113,7 @@ Debug = Annotated[
     _option("--debug", help=f"Show tracebacks; so does {DEBUG_VARIABLE}=1.", callback=_debug, is_eager=True),
 ]
 Prompts = Annotated[
-    list[str] | None, typer.Argument(help="Prompts; without any, standard input is one.", metavar="[PROMPT]...")
+    list[str] | None, typer.Argument(help="Prompts; without any, standard input is one.", metavar="PROMPT")
 ]
 PromptsFile = Annotated[
     str | None,

@@ -45,8 +45,12 @@ def train(
             show_default=" and ".join(map(str, _DEFAULT.temperatures)),
         ),
     ] = None,
-    max_new_tokens: Annotated[int, _option("--max-new-tokens", "Of each answer.", ANSWERS)] = _DEFAULT.max_new_tokens,
-    max_length: Annotated[int, _option("--max-length", "Of a prompt with its answer.", ANSWERS)] = _DEFAULT.max_length,
+    max_new_tokens: Annotated[
+        int, _option("--max-new-tokens", "Maximum number of new tokens of each answer.", ANSWERS)
+    ] = _DEFAULT.max_new_tokens,
+    max_length: Annotated[
+        int, _option("--max-length", "Maximum length of a prompt with its answer.", ANSWERS)
+    ] = _DEFAULT.max_length,
     batch_size: Annotated[
         int, _option("--batch-size", "Prompts that are answered together.", ANSWERS)
     ] = _DEFAULT.batch_size,
@@ -79,7 +83,9 @@ def train(
     num_steps: Annotated[
         int, _option("--num-steps", "eagle3, medusa, mlp: drafts in a chain while training.")
     ] = _DEFAULT.num_steps,
-    num_layers: Annotated[int, _option("--num-layers", "draft-model: of the target's.")] = _DEFAULT.num_layers,
+    num_layers: Annotated[
+        int, _option("--num-layers", "draft-model: layers of the target to keep.")
+    ] = _DEFAULT.num_layers,
     learn_prompts: Annotated[
         bool,
         _option(
@@ -88,9 +94,13 @@ def train(
         ),
     ] = _DEFAULT.learn_prompts,
     epochs: Annotated[int, _option("--epochs", "Times that every answer is learned from.")] = _DEFAULT.epochs,
-    learning_rate: Annotated[float, _option("--learning-rate", "The highest.")] = _DEFAULT.learning_rate,
-    tokens_per_batch: Annotated[int, _option("--tokens-per-batch", "Padding included.")] = _DEFAULT.tokens_per_batch,
-    seed: Annotated[int, _option("--seed", "Of answers, first weights and the order of texts.")] = _DEFAULT.seed,
+    learning_rate: Annotated[float, _option("--learning-rate", "Peak learning rate.")] = _DEFAULT.learning_rate,
+    tokens_per_batch: Annotated[
+        int, _option("--tokens-per-batch", "Tokens in a batch, padding included.")
+    ] = _DEFAULT.tokens_per_batch,
+    seed: Annotated[
+        int, _option("--seed", "Random seed: of answers, first weights and the order of texts.")
+    ] = _DEFAULT.seed,
     debug: options.Debug = False,
 ) -> None:
     """Train a drafter for a target, on what the target answers to prompts.

@@ -7,15 +7,56 @@ from typing import Any
 
 VERIFICATION_METHODS = ("rejection", "block", "coupled")
 GREEDY_BELOW = 1e-5  # temperature
+HOTTEST = 3e38  # temperature, which is a float32
+LARGEST_INT = 2**63 - 1
+LARGEST_BATCH = 2**16
 
 
-def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
-    """Raise ValueError unless `value` is an int (not a bool) in [minimum, maximum]."""
+def check_int(name: str, value: Any, minimum: int, maximum: int | None = None, limit: int = LARGEST_INT) -> None:
+    """Raise ValueError unless `value` is an int (not a bool) in [minimum, maximum].
+
+    Without a maximum, it must not exceed `limit`, which is far beyond what makes sense: only its own message names it.
+    """
     rule = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an int {rule}, got {value!r}")
     if value < minimum or (maximum is not None and value > maximum):
         raise ValueError(f"{name} must be {rule}, got {value}")
+    if value > limit:
+        raise ValueError(f"{name} must be <= {limit}, got {value}")
+
+
+def check_ints(name: str, values: Any, minimum: int, maximum: int | None = None) -> None:
+    """Raise ValueError unless `values` is a list, tuple or range of such ints."""
+    if not isinstance(values, list | tuple | range):
+        raise ValueError(f"{name} must be a list of ints, got {values!r}")
+    for value in values:
+        check_int(name, value, minimum, maximum)
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_instance(name: str, value: Any, kind: type) -> None:
+    """Raise ValueError unless `value` is of this class."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be of the class {kind.__name__}, got {value!r:.100}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite float, or an int (not a bool) that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def is_temperature(value: Any) -> bool:
+    """Whether it is a number from 0 to the hottest temperature."""
+    return is_number(value) and 0 <= value <= HOTTEST
 
 
 def _check_float(name: str, value: Any, rule: str, allowed: bool) -> None:
@@ -23,21 +64,20 @@ def _check_float(name: str, value: Any, rule: str, allowed: bool) -> None:
         raise ValueError(f"{name} must be {rule}, got {value!r}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How one prompt is continued.
 
     Attributes:
-        temperature: >= 0; 0 is greedy, and so is anything below 1e-5, where logit / T would overflow in the end.
+        temperature: in [0, 3e38]; 0 is greedy, and so is anything below 1e-5, where logit / T would overflow in the end.
         top_k: keep the k likeliest tokens; 0: off.
         top_p: keep the smallest set of likeliest tokens with at least this mass, in (0, 1]; 1: off.
         min_p: keep tokens with at least this share of the likeliest one's probability, in [0, 1]; 0: off.
         max_new_tokens: at most this many tokens, >= 1.
-        seed: in [0, 2**63); the text depends on it and not on the batch. None: a fresh one for each request.
+        seed: in [0, 2**63); the random numbers depend on it, and not on the batch. Under "rejection" and "block" a sampled text
+            depends on the drafts as well: with num_draft_tokens="auto", chosen by measured times, or drafter="suffix", which
+            drafts from earlier outputs, it can be another one in each call, of the same distribution. None: a fresh seed for
+            each request.
         stop: end before any of these strings, also where one spans several tokens.
         ignore_eos: do not end at the model's end-of-sequence tokens.
 
@@ -56,21 +96,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         t, p, m = self.temperature, self.top_p, self.min_p
-        _check_float("temperature", t, "a finite number >= 0", _is_number(t) and t >= 0)
+        _check_float("temperature", t, f"a finite number >= 0 and <= {HOTTEST:g}", is_temperature(t))
         if t < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
         check_int("top_k", self.top_k, 0)
-        _check_float("top_p", p, "in (0, 1]", _is_number(p) and 0 < p <= 1)
-        _check_float("min_p", m, "in [0, 1]", _is_number(m) and 0 <= m <= 1)
+        _check_float("top_p", p, "in (0, 1]", is_number(p) and 0 < p <= 1)
+        _check_float("min_p", m, "in [0, 1]", is_number(m) and 0 <= m <= 1)
         check_int("max_new_tokens", self.max_new_tokens, 1)
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**63 - 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
-        object.__setattr__(self, "stop", stop)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop must be one or a list of non-empty strings, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        check_bool("ignore_eos", self.ignore_eos)
 
 
 @dataclass(frozen=True)
@@ -82,9 +121,10 @@ class EngineConfig:
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
             accepts less, and whose sampled text depends on the seed alone, not on the drafter, K or the batch.
             Temperature 0 is greedy under each.
-        exact: every target call has one shape, so that the text is bit for bit the same with and without speculation.
-            None: True on an accelerator, False on CPU.
-        max_batch_size: rows that decode together, >= 1.
+        exact: every target call has one shape, so that greedy text, and under "coupled" sampled text too, is bit for bit the
+            same with and without speculation. Under "rejection" and "block" a sampled text has the same distribution, and
+            depends on the drafts. None: True on an accelerator, False on CPU.
+        max_batch_size: rows that decode together, in [1, 65536].
         max_length: prompt and new tokens together, >= 2; None: the model's context.
 
     Raises:
@@ -106,8 +146,8 @@ class EngineConfig:
         if self.verification not in VERIFICATION_METHODS:
             methods = ", ".join(VERIFICATION_METHODS)
             raise ValueError(f"verification must be one of {methods}, got {self.verification!r}")
-        if self.exact not in (None, True, False):
+        if self.exact is not None and not isinstance(self.exact, bool):
             raise ValueError(f"exact must be True, False or None, got {self.exact!r}")
-        check_int("max_batch_size", self.max_batch_size, 1)
+        check_int("max_batch_size", self.max_batch_size, 1, limit=LARGEST_BATCH)
         if self.max_length is not None:
             check_int("max_length", self.max_length, 2)

@@ -108,6 +108,7 @@ def run(options: DemoOptions) -> None:
         raise ValueError(f"repeats must be >= 1, got {options.repeats}")
     console = stdout_console()
     plain, speculative = _load(options)
+    speculative.check([_messages(prompt) for prompt in PROMPTS], params)
     if not options.as_json:
         _stream_answers(console, speculative, params)
     timings = [_time(prompt, plain, speculative, params, options.repeats) for prompt in PROMPTS]

@@ -5,7 +5,7 @@ from typing import Any
 
 from .output import Span
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows a character whose bytes have not all come
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows a character whose bytes have not all come
 
 
 class TextStream:
@@ -30,7 +30,7 @@ class TextStream:
         self._ids.append(token_id)
         known = self._decode(self._ids[self._window : self._read])
         grown = self._decode(self._ids[self._window :])
-        if len(grown) > len(known) and not grown.endswith(_INCOMPLETE):
+        if len(grown) > len(known) and not grown.endswith(INCOMPLETE):
             self._window, self._read = self._read, len(self._ids)
             self._append(grown[len(known) :], drafted)
         return self.stopped

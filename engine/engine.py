@@ -1,14 +1,15 @@
 """The host's side: prompts in, rounds until every row has ended, text out."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from . import prompts as prompting
-from .config import EngineConfig, SamplingParams, check_int
+from .config import EngineConfig, SamplingParams, check_ints
 from .detokenize import TextStream, decode
 from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
 from .drafters.base import Drafter
@@ -43,19 +44,21 @@ class Engine:
         self._target = RaggedModel(model, config.max_batch_size, self.exact)
         if (attach := getattr(drafter, "attach", None)) is not None:
             attach(self._target)
+        self._attached = [part for part in (drafter, *getattr(drafter, "stages", ())) if hasattr(part, "attach")]
+        for part in self._attached:
+            part.attached_to = self._target
         context = self._target.context_length
         if config.max_length is not None and config.max_length > context:
             raise ValueError(f"max_length must be <= {context}, the target's context, got {config.max_length}")
         self.max_length = config.max_length or context
         self.stats = Stats()
+        graphs = Graphs.for_device(model.device) if self._target.capturable else Graphs(None)
         self._server = Server(
-            Round(
-                self._target, drafter, config.verification, RoundClock(model.device), Graphs.for_device(model.device)
-            ),
+            Round(self._target, drafter, config.verification, RoundClock(model.device), graphs),
             BatchState.allocate(config.max_batch_size, self.max_length, model.device),
             self._lengths(),
             config,
-            _eos_token_ids(model, tokenizer),
+            eos_token_ids(model, tokenizer),
             self.stats,
             late=model.device.type == "cuda",
             ranks=self._ranks,
@@ -91,7 +94,8 @@ class Engine:
         Raises:
             ValueError: for bad prompts or parameters, before any work is done.
             InvalidLogitsError: if the target returns NaN for some prompt; raised when all others have ended, with their outputs.
-            EngineError: if a stream of this engine is still open.
+            EngineError: if a stream of this engine is still open, if its drafter has been attached to another engine since, or
+                proposes something that is no proposal.
         """
         items, single = prompting.split(prompts)
         requests = self._requests(items, params, with_text=False)
@@ -120,10 +124,14 @@ class Engine:
         request = self._requests(items, params, with_text=True)[0]
         return self._pieces(request)
 
+    def check(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None) -> None:
+        """Raise the ValueError that `generate` would raise for these, and do no other work."""
+        self._requests(prompting.split(prompts)[0], params, with_text=False)
+
     def warmup(
         self,
         batch_sizes: Sequence[int] | None = None,
-        text_lengths: Sequence[int] = (1024,),
+        text_lengths: Sequence[int] | None = None,
         params: SamplingParams | None = None,
         progress: bool = False,
     ) -> None:
@@ -131,21 +139,22 @@ class Engine:
 
         Args:
             batch_sizes: rows that will decode together; None: `max_batch_size`.
-            text_lengths: of prompts with their answers; one bucket for each power of two.
+            text_lengths: of prompts with their answers; one bucket for each power of two. None: 1024, or `max_length` if that
+                is less.
             params: as requests will have them: greedy or not, with or without filters.
             progress: show a bar on stderr.
 
         Raises:
-            ValueError: for sizes beyond max_batch_size or max_length.
-            EngineError: if a stream of this engine is still open.
+            ValueError: naming the argument, the value and the rule; sizes go up to max_batch_size and max_length.
+            EngineError: if a stream of this engine is still open, or its drafter has been attached to another engine since.
         """
         batch_sizes = [self.config.max_batch_size] if batch_sizes is None else batch_sizes
-        for size in batch_sizes:
-            check_int("batch_sizes", size, 1, self.config.max_batch_size)
-        for length in text_lengths:
-            check_int("text_lengths", length, 2, self.max_length)
-        if self._generating:
-            raise EngineError("this engine is generating already: exhaust or close its open stream first")
+        text_lengths = [min(1024, self.max_length)] if text_lengths is None else text_lengths
+        check_ints("batch_sizes", batch_sizes, 1, self.config.max_batch_size)
+        check_ints("text_lengths", text_lengths, 2, self.max_length)
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams or None, got {params!r}")
+        self._make_ready()
         # The longest first: buffers that grow would undo the others.
         kinds = [(size, length) for length in sorted(text_lengths, reverse=True) for size in batch_sizes]
         for size, length in tqdm(kinds, unit="bucket", disable=not progress or self._ranks.rank > 0):
@@ -161,7 +170,7 @@ class Engine:
 
     def _lengths(self) -> FixedLength:
         if isinstance(self.config.num_draft_tokens, int):
-            return FixedLength(self.config.num_draft_tokens)
+            return FixedLength(min(self.config.num_draft_tokens, self.max_length))
         if self.exact:  # one width, of which drafts may take what they like
             return AdaptiveLength(range(EXACT_WIDTH), column_cost=0.0)
         return AdaptiveLength() if self._target.device.type == "cpu" else AdaptiveLength(FEW_CHOICES, column_cost=0.01)
@@ -170,9 +179,11 @@ class Engine:
         """Check everything that the user gave."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(items)
-        params = list(params)
-        if len(params) != len(items) or not all(isinstance(p, SamplingParams) for p in params):
-            raise ValueError(f"params must be SamplingParams, or a list of one for each of {len(items)} prompts")
+        fits = isinstance(params, list | tuple) and len(params) == len(items)
+        if not fits or not all(isinstance(p, SamplingParams) for p in params):
+            raise ValueError(
+                f"params must be SamplingParams, or a list of one for each of {len(items)} prompts, got {params!r:.200}"
+            )
         requests = []
         for index, (item, param) in enumerate(zip(items, params, strict=True)):
             name = f"prompts[{index}]"
@@ -192,13 +203,25 @@ class Engine:
 
     def _serve(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Run all requests to their ends; yields (request, new tokens) per row and round."""
-        if self._generating:
-            raise EngineError("this engine is generating already: exhaust or close its open stream first")
+        self._make_ready()
         self._generating = True
         try:
             yield from self._server.run(requests)
         finally:
             self._generating = False
+
+    def _make_ready(self) -> None:
+        """Put a live target in eval mode again, if need be; raise an EngineError where something else is in the way."""
+        if self._generating:
+            raise EngineError("this engine is generating already: exhaust or close its open stream first")
+        for part in self._attached:
+            if part.attached_to is not self._target:
+                raise EngineError(
+                    f"the {type(part).__name__} of this engine has been attached to another engine since, and keeps one "
+                    f"engine's texts only: give each engine a drafter object of its own"
+                )
+        if self.target_model.training:
+            self.target_model.eval()
 
     def _output(self, request: Request) -> Output:
         assert request.finish_reason is not None
@@ -217,10 +240,17 @@ def _raise_errors(requests: Sequence[Request], outputs: list[Output | None]) -> 
         raise InvalidLogitsError(next(iter(errors.values())) + others, outputs, errors)
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """From the generation config, else the model's config, else the tokenizer; some models have several."""
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, list | tuple) else [ids])
-    return frozenset()
+def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Some models have several.
+
+    What the generation config says counts, also None, as in `transformers`, which makes one from the model's config where a
+    checkpoint has none. The tokenizer is asked where neither config knows of any.
+    """
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(model.config if generation is None else generation, "eos_token_id", None)
+    if ids is None and getattr(model.config, "eos_token_id", None) is None:
+        ids = getattr(tokenizer, "eos_token_id", None)
+    if isinstance(ids, Tensor):
+        ids = ids.flatten().tolist()
+    ids = () if ids is None else ids if isinstance(ids, Iterable) else [ids]
+    return frozenset(map(int, ids))

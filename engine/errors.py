@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .output import Output
 
 
 class EngineError(RuntimeError):
-    """Something went wrong while generating."""
+    """Something went wrong while generating or training."""
 
 
 class InvalidLogitsError(EngineError):
@@ -25,6 +25,10 @@ class InvalidLogitsError(EngineError):
     def __init__(self, message: str, outputs: list[Output | None], errors: dict[int, str] | None = None) -> None:
         super().__init__(message)
         self.outputs, self.errors = outputs, errors or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles: an exception is made anew from its message alone otherwise."""
+        return type(self), (str(self), self.outputs, self.errors)
 
 
 class UnsupportedModelError(ValueError):

@@ -27,8 +27,11 @@ _MANIFEST = "manifest.json"
 _FORMAT = 1  # of the converted folder; part of its name
 
 
-def converted(path: Path, dtype: torch.dtype) -> Path:
+def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
     """The folder that a GGUF file was converted to in this dtype, made now if need be.
+
+    Args:
+        role: what the file is, for messages.
 
     Raises:
         ValueError: if the file is no GGUF file, or is truncated.
@@ -40,11 +43,11 @@ def converted(path: Path, dtype: torch.dtype) -> Path:
         if _is_intact(folder):
             return folder
         logger.warning("the converted checkpoint %s is damaged: making it anew from %s", folder, path)
-    _check_file(path)
+    _check_file(path, role)
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".converting-") as scratch:
         made = Path(scratch) / "checkpoint"
-        _convert(path, dtype, made)
+        _convert(path, dtype, made, role)
         _write_manifest(made)
         if folder.exists():  # damaged, or another process was quicker
             shutil.rmtree(folder, ignore_errors=True)
@@ -56,7 +59,7 @@ def converted(path: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def _convert(path: Path, dtype: torch.dtype, folder: Path) -> None:
+def _convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
     options: dict[str, Any] = {"gguf_file": path.name, "dtype": dtype}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed unless told otherwise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -67,18 +70,18 @@ def _convert(path: Path, dtype: torch.dtype, folder: Path) -> None:
     except ImportError:
         raise
     except Exception as error:
-        raise ValueError(f"target must be a GGUF file of a supported architecture; {path} failed: {error}") from error
+        raise ValueError(f"{role} must be a GGUF file of a supported architecture; {path} failed: {error}") from error
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _check_file(path: Path) -> None:
+def _check_file(path: Path, role: str) -> None:
     """Magic, header and, through it, the length that the file must have."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise ValueError(f"target must be a GGUF file, got {path}, which does not begin with 'GGUF'")
+            raise ValueError(f"{role} must be a GGUF file, got {path}, which does not begin with 'GGUF'")
     from gguf import GGUFReader
 
     try:
@@ -86,11 +89,11 @@ def _check_file(path: Path) -> None:
         end = max((int(tensor.data_offset + tensor.n_bytes) for tensor in tensors), default=0)
     except Exception as error:  # the reader fails in many ways on a file that ends too early
         raise ValueError(
-            f"target must be a whole GGUF file, got {path}, which is truncated or damaged: {error}"
+            f"{role} must be a whole GGUF file, got {path}, which is truncated or damaged: {error}"
         ) from error
     if not tensors or end > path.stat().st_size:
         raise ValueError(
-            f"target must be a whole GGUF file, got {path} with {path.stat().st_size} bytes of at least {end}: truncated"
+            f"{role} must be a whole GGUF file, got {path} with {path.stat().st_size} bytes of at least {end}: truncated"
         )
 
 

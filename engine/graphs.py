@@ -7,11 +7,31 @@ they lie, Python numbers are part of the key.
 
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
+from .backend import reserve_counters
+
 logger = logging.getLogger(__name__)
+_all: "WeakSet[Graphs]" = WeakSet()
+_failed: list[Any] = []  # CUDA graphs; torch's allocators go on asking them which memory is theirs, so they must live
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a CUDA device the current one, by which streams, events and captures go; does nothing elsewhere."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def clear_all() -> None:
+    """Forget the graphs of all engines: one that holds work of NCCL keeps its communicator from being destroyed."""
+    for graphs in list(_all):
+        graphs.clear()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class Capture(Protocol):
@@ -25,23 +45,38 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """A CUDA graph.
+    """A CUDA graph. The device that it is for is the current one.
 
     Args:
-        pool: memory that all graphs share, from `torch.cuda.graph_pool_handle`. What one graph leaves behind while it runs
-            may be overwritten by another; its results may not, for they are held.
+        pool: memory that several graphs share, from `torch.cuda.graph_pool_handle`. What one graph leaves behind while it
+            runs may be overwritten by another; its results may not, for they are held.
+        stream: to capture on; one for all graphs of a pool. (torch's own would be that of the first device ever used.)
     """
 
-    def __init__(self, pool: Any) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
 
     def record(self, work: Callable[[], Any]) -> Any:
-        # Thread-local: other threads of the process may use CUDA meanwhile.
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-            return work()
+        before = torch.cuda.current_stream(self._stream.device)
+        try:
+            # Thread-local: other threads of the process may use CUDA meanwhile.
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                return work()
+        except BaseException:  # a capture that cannot be ended leaves its stream current, and memory going to its pool
+            torch.cuda.set_stream(before)
+            _failed.append(self._graph)
+            with suppress(Exception):  # not public, and not wanted where the capture has been ended
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines: cuBLAS keeps tens of megabytes for each stream for good, and captures do not overlap anyway."""
+    return torch.cuda.Stream(device)
 
 
 class Graphs:
@@ -50,22 +85,32 @@ class Graphs:
     The first, eager call sets up what may not be set up while capturing (library handles, compiled kernels, buffers).
 
     Args:
-        make_capture: makes a `Capture`; None: everything is done eagerly.
-        max_graphs: keys beyond these stay eager, which bounds memory.
+        make_capture: makes a `Capture` in a pool of memory; None: everything is done eagerly.
+        max_graphs: where there are more, the least recently used one is forgotten, which bounds memory.
+        make_pool: makes a pool.
     """
 
-    def __init__(self, make_capture: Callable[[], Capture] | None, max_graphs: int = 64) -> None:
-        self._make, self._max = make_capture, max_graphs
+    def __init__(
+        self,
+        make_capture: Callable[[Any], Capture] | None,
+        max_graphs: int = 64,
+        make_pool: Callable[[], Any] = object,
+    ) -> None:
+        self._make, self._max, self._make_pool = make_capture, max_graphs, make_pool
         self._seen: set[Hashable] = set()
-        self._captured: dict[Hashable, tuple[Capture, Any]] = {}
+        self._captured: dict[Hashable, tuple[Capture, Any]] = {}  # the most recently used one last
+        self._pool: Any = None
+        self._full = False  # has been; it is said once
+        _all.add(self)
 
     @classmethod
     def for_device(cls, device: torch.device) -> "Graphs":
         """CUDA graphs on a CUDA device, nothing elsewhere."""
         if device.type != "cuda":
             return cls(None)
-        pool = torch.cuda.graph_pool_handle()
-        return cls(lambda: CudaCapture(pool))
+        reserve_counters(device)
+        stream = _capture_stream(device)
+        return cls(lambda pool: CudaCapture(pool, stream), make_pool=torch.cuda.graph_pool_handle)
 
     @property
     def enabled(self) -> bool:
@@ -81,25 +126,41 @@ class Graphs:
     def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
         """The result of `work`; its tensors are overwritten the next time that this key is run."""
         if key in self._captured:
-            capture, result = self._captured[key]
+            self._captured[key] = capture, result = self._captured.pop(key)
             capture.replay()
             return result
-        if self._make is None or len(self._captured) >= self._max:
+        if self._make is None:
             return work()
         if key not in self._seen:
             self._seen.add(key)
             return work()
-        capture = self._make()
+        if not self._captured:
+            self._pool = self._make_pool()  # with its last graph, torch has given up the one before
         try:
+            capture = self._make(self._pool)
             result = capture.record(work)
         except Exception as error:  # whatever the model does that cannot be captured
-            logger.warning("CUDA graphs are off, rounds run eagerly: %s: %s", type(error).__name__, error)
-            self._make = None
+            cause = error.__context__ or error  # not that the capture could not be ended
+            logger.warning("CUDA graphs are off, rounds run eagerly: %s: %s", type(cause).__name__, cause)
+            self._make = None  # for all work: torch makes no promises about captures after one that failed
             self.clear()
             return work()
         self._captured[key] = capture, result
+        if len(self._captured) > self._max:
+            self._forget_one()
         capture.replay()
         return result
+
+    def _forget_one(self) -> None:
+        """The least recently used graph. Its key stays known, so that it is captured anew when it is next seen.
+
+        One that reads its results (verification those of proposing) is always run right after it, so it is the next to be
+        forgotten: by the time that the results lie elsewhere.
+        """
+        del self._captured[next(iter(self._captured))]
+        if not self._full:
+            self._full = True
+            logger.warning("more than %d CUDA graphs are wanted: those not used for longest are forgotten", self._max)
 
     def clear(self) -> None:
         """Forget all graphs: a buffer that they use has moved."""

@@ -10,13 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from . import parallel
-from .config import EngineConfig
+from .config import EngineConfig, check_bool
 from .drafters import CascadeDrafter, Drafter, DraftModel
 from .drafters.intersection import IntersectionDraftModel
 from .drafters.named import named, split_stages
 from .drafters.reencoding import ReencodingDraftModel
 from .drafters.vocabulary import SharedVocabulary, difference
 from .engine import Engine
+from .hub import may_be_hub_id
 from .packing import pack_linears
 from .support import check_config, vocab_size
 
@@ -51,20 +52,22 @@ def load(
         drafter: None for plain decoding; "ngram" or "suffix", which look for the text's end in earlier text; a hub id or
             folder of a learned drafter made for the target (EAGLE, Medusa, MLP speculator; recognised by its config); a hub
             id, folder or GGUF file of a draft model; the name of a head in `engine.heads`; "layer_skip:N", the target's own
-            first N layers; "ngram+..." with one of these for where there is no match; a live draft model, which must share the target's vocabulary;
-            or an object with `prefill`, `propose` and `observe`.
+            first N layers; "ngram+X" or "suffix+X": lookup first, and X, any of these, where it finds nothing; a live draft
+            model, which must share the target's vocabulary; or an object with `prefill`, `propose` and `observe`.
         num_draft_tokens: tokens proposed in a round (K), >= 0; "auto": as many as promise most tokens per second, from the
             acceptance and the times of the rounds so far, down to none.
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
             accepts less, and whose sampled text depends on the seed alone, not on the drafter, K or the batch.
             Temperature 0 is greedy under each.
-        exact: the text is bit for bit the same with and without speculation, for any drafter and K. Every target call then
-            has one shape. None: True on an accelerator, where that is nearly free, False on CPU.
+        exact: greedy text, and under "coupled" sampled text too, is bit for bit the same with and without speculation, for any
+            drafter and K. Under "rejection" and "block" a sampled text has the same distribution, and depends on the drafts.
+            Every target call then has one shape. None: True on an accelerator, where that is nearly free, False on CPU.
         max_batch_size: rows that decode together; more prompts wait for a free one.
         max_length: prompt and new tokens together; None: the model's context.
-        dtype: "auto" (the checkpoint's own; bfloat16 for GGUF), a torch dtype or its name.
+        dtype: "auto" (the checkpoint's own; bfloat16 for GGUF; a live model's own), a torch dtype or its name.
         device: "auto" (CUDA if there is one, else CPU; a live model's own), or a torch device.
-        tokenizer: of a live model, or to replace the checkpoint's; None: prompts of a live model are token ids.
+        tokenizer: of a live model, or to replace the checkpoint's: an object, or a folder or hub id that has one. None: prompts
+            of a live model are token ids.
         tensor_parallel: spread the target over all processes that torchrun has started, each with a GPU of its own (or, if
             there is none, on CPUs). Each reads its slices of the weights only. All of them must call `load` and `generate`
             with the same arguments, and get the same outputs. A draft model is held whole by each.
@@ -76,15 +79,21 @@ def load(
         OSError: for a hub id that cannot be had.
     """
     config = EngineConfig(num_draft_tokens, verification, exact, max_batch_size, max_length)
-    dtype, num_ranks = _dtype(dtype), _num_ranks(tensor_parallel, target, device)
+    dtype, num_ranks = _dtype(dtype, target), _num_ranks(tensor_parallel, target, device)
     device = _device(device, target)
-    if isinstance(tokenizer, str | Path):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    if isinstance(tokenizer, str | Path) and str(tokenizer):
+        tokenizer = _read_tokenizer(str(tokenizer), "tokenizer")
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise ValueError(f"tokenizer must be a tokenizer of transformers, a folder or a hub id, got {tokenizer!r:.100}")
     if drafter is not None and not isinstance(drafter, str | Path | PreTrainedModel | Drafter):
         raise ValueError(
             f"drafter must be a name, None, a hub id, a path, a PreTrainedModel, or have prefill, propose and observe; "
             f"got {type(drafter).__name__}"
         )
+    if isinstance(drafter, type):
+        raise ValueError(f"drafter must be an object, got the class {drafter.__name__}")
+    if drafter == "none":
+        raise ValueError("drafter must be None for plain decoding, got 'none'")
     stages = _stages(drafter)
     main = _checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
     drafters = [_drafter(main, stage) for stage in stages]
@@ -97,6 +106,8 @@ def _stages(drafter: Any) -> list[Any]:
     if not isinstance(drafter, str | Path):
         return [] if drafter is None else [drafter]
     parts = split_stages(str(drafter)) if isinstance(drafter, str) else [str(drafter)]
+    if not all(parts):
+        raise ValueError(f"drafter must be a name, a hub id or a path, also behind a '+', got {drafter!r}")
     return [named(part, in_cascade=len(parts) > 1) for part in parts]
 
 
@@ -137,7 +148,7 @@ def _checkpoint(
     except Exception as error:  # safetensors and transformers have many kinds for damaged weights
         raise ValueError(f"{role} must be an intact checkpoint; loading {source} failed: {error}") from error
     if tokenizer is None:
-        tokenizer = _tokenizer(location)
+        tokenizer = _tokenizer(location, role)
     if not options:  # slices are where they belong
         model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
         pack_linears(model)
@@ -152,28 +163,31 @@ def _locate(source: str, role: str, dtype: Any) -> str:
             raise ValueError(f"{role} must be a GGUF file, a folder or a hub id, got the file {path}")
         from .gguf import converted
 
-        return str(converted(path, torch.bfloat16 if dtype == "auto" else dtype))
+        return str(converted(path, torch.bfloat16 if dtype == "auto" else dtype, role))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"{role} must be a folder with a config.json, got {path} without one")
         return str(path)
-    # A hub id is "name" or "owner/name"; anything else was meant as a path.
-    if (
-        path.suffix.lower() == ".gguf"
-        or path.is_absolute()
-        or source.startswith(("./", "../", "~"))
-        or source.count("/") > 1
-    ):
+    if not may_be_hub_id(source):
         raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}, which does not exist")
     return source
 
 
-def _tokenizer(location: str) -> Any:
+def _tokenizer(location: str, role: str) -> Any:
     """The checkpoint's tokenizer, or None where it has none: prompts are token ids then."""
     folder = Path(location)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
-    return AutoTokenizer.from_pretrained(location)
+    return _read_tokenizer(location, role)
+
+
+def _read_tokenizer(location: str, role: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(location)
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # of many kinds, one of them Rust's
+        raise ValueError(f"{role} must have an intact tokenizer; reading that of {location} failed: {error}") from error
 
 
 _TOKENIZER_FILES = (
@@ -186,32 +200,42 @@ _TOKENIZER_FILES = (
 )
 
 
-def _dtype(dtype: Any) -> Any:
+def _dtype(dtype: Any, target: Any) -> Any:
     """ "auto" or a torch dtype."""
-    if dtype == "auto" or isinstance(dtype, torch.dtype):
+    if isinstance(dtype, str) and dtype == "auto":
         return dtype
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype must be 'auto' or a floating torch dtype such as 'bfloat16', got {dtype!r}")
+    if isinstance(target, PreTrainedModel) and target.dtype != found:
+        raise ValueError(f"dtype must be 'auto' for a live target, which is in {target.dtype}, got {dtype!r}")
     return found
 
 
 def _device(device: Any, target: Any) -> torch.device:
     try:
         wanted = None if device == "auto" else torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device must be 'auto' or a torch device such as 'cuda:0', got {device!r}") from error
     if isinstance(target, PreTrainedModel):
         if wanted is not None and wanted.type != target.device.type:
             raise ValueError(f"device must be 'auto' for a live target, which is on {target.device}, got {device!r}")
+        if target.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"target must be on a CPU or a CUDA device, got one on {target.device}")
         return target.device
-    return wanted or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted is None:
+        return torch.device("cuda" if count else "cpu")
+    if wanted.type not in ("cpu", "cuda") or (wanted.type == "cuda" and (wanted.index or 0) >= count):
+        raise ValueError(
+            f"device must be 'cpu' or one of the CUDA devices that torch finds, {count} here, got {device!r}"
+        )
+    return wanted
 
 
 def _num_ranks(tensor_parallel: Any, target: Any, device: Any) -> int | None:
     """Processes that the target is to be spread over; None without tensor parallelism."""
-    if tensor_parallel not in (True, False):
-        raise ValueError(f"tensor_parallel must be True or False, got {tensor_parallel!r}")
+    check_bool("tensor_parallel", tensor_parallel)
     if not tensor_parallel:
         return None
     if isinstance(target, PreTrainedModel) or str(target).lower().endswith(".gguf"):

@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 
+_FIGURES = (
+    "rounds", "new_tokens", "draft_tokens", "accepted_tokens", "acceptance_rate", "acceptance_per_position",
+    "block_efficiency", "prefill_seconds", "draft_seconds", "verify_seconds", "total_seconds", "tokens_per_second",
+)  # fmt: skip
+
 
 @dataclass
 class Stats:
@@ -63,30 +68,21 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
-        names = [
-            "rounds",
-            "new_tokens",
-            "draft_tokens",
-            "acceptance_rate",
-            "acceptance_per_position",
-            "block_efficiency",
-        ]
-        names += ["prefill_seconds", "draft_seconds", "verify_seconds", "total_seconds", "tokens_per_second"]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _FIGURES}
 
 
 class RoundClock:
     """Splits the time of a round. On CUDA by events, which are read after the round's one synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._device = device.type == "cuda", device
         self._marks: list[Any] = []
 
     def mark(self) -> None:
         """Note the present moment of the device."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())

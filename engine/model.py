@@ -1,6 +1,7 @@
 """A stock `transformers` causal language model, called over a ragged batch."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,10 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import AttentionSwitch
+from .backend import MAX_HEAD_DIM
 from .cache import RaggedCache
 from .errors import UnsupportedModelError
 from .hidden_states import HiddenStates
-from .support import TESTED, check_supported, context_length, vocab_size
+from .support import TESTED, check_supported, context_length, head_sizes, vocab_size, why_eager
+
+logger = logging.getLogger(__name__)
 
 # Attention over keys that are masked out must not change a bit. On CPU, scaled_dot_product_attention works through the
 # keys in blocks of 512: whole blocks of masked keys are neutral, a shorter last block is not.
@@ -24,7 +28,10 @@ PREFILL_WIDTH = 512
 
 def uses_ragged_kernel(model: PreTrainedModel) -> bool:
     """Whether attention and the scatter of K/V are ours, in place of a mask; the kernels pay on a GPU."""
-    return model.device.type == "cuda" and model.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if model.device.type != "cuda" or model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    sizes = head_sizes(model.config)
+    return len(sizes) == 1 and max(sizes) <= MAX_HEAD_DIM
 
 
 class RaggedModel:
@@ -36,6 +43,7 @@ class RaggedModel:
         exact: every decode call has the shape [num_slots, EXACT_WIDTH], every prefill call [1, EXACT_PREFILL_WIDTH], and
             attention sees whole blocks of keys, so that logits do not depend, bit for bit, on how a text was cut.
         role: "target" or "drafter", for messages.
+
     Raises:
         UnsupportedModelError: if the architecture cannot be decoded this way.
     """
@@ -46,6 +54,10 @@ class RaggedModel:
         self.num_slots, self.exact = num_slots, exact
         self.device, self.dtype = model.device, model.dtype
         self.config = model.config.get_text_config()
+        reason = why_eager(model.config)
+        self.capturable = reason is None  # in CUDA graphs, as far as is known
+        if reason is not None and self.device.type == "cuda":
+            logger.warning("the %s runs without CUDA graphs: %s", role, reason)
         self.vocab_size = vocab_size(model)
         self.context_length = context_length(self.config)
         granularity = EXACT_KV_GRANULARITY if exact else KV_GRANULARITY
@@ -202,7 +214,14 @@ class RaggedModel:
             mask = key <= query
             if window is not None:
                 mask &= key > query - window
-            if self.model.config._attn_implementation == "eager":  # adds the mask instead of selecting by it
-                mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
             masks[kind] = mask
-        return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
+        return attention_masks(self.model, masks)
+
+
+def attention_masks(model: PreTrainedModel, masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    """What a model takes for these masks by layer type, True where a key is visible; see `check_supported`."""
+    found = dict(masks)
+    if model.config._attn_implementation == "eager":  # adds the mask instead of selecting by it
+        least = torch.finfo(model.dtype).min
+        found = {k: torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least) for k, mask in masks.items()}
+    return found if len(found) > 1 or "sliding_attention" in found else found["all"]

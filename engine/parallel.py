@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .errors import EngineError, UnsupportedModelError
+from .graphs import clear_all
 
 TIMEOUT = timedelta(hours=1)  # for one rank to wait for another; from a slow disk, some load far later than others
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -95,6 +96,7 @@ def join() -> torch.device:
 def _leave() -> None:
     """Take our group down; not after an error, where that could wait for ranks that never come."""
     if dist.is_initialized() and not hasattr(sys, "last_type"):
+        clear_all()
         dist.destroy_process_group()
 
 

@@ -12,7 +12,7 @@ def read_prompts(arguments: list[str], file: str | None) -> list[str]:
     Raises:
         ValueError: if there are none, or a line of a file holds none.
     """
-    if arguments and file:
+    if arguments and file is not None:
         raise ValueError("give prompts as arguments or with --prompts-file, not both")
     if arguments:
         return arguments
@@ -20,13 +20,31 @@ def read_prompts(arguments: list[str], file: str | None) -> list[str]:
         if sys.stdin.isatty():
             raise ValueError("no prompt: give one as an argument, with --prompts-file, or on standard input")
         return [sys.stdin.read().removesuffix("\n")]
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(read_lines(file), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{file} must hold at least one prompt, but it is empty")
     if file.endswith(".jsonl") or isinstance(_parse(lines[0][1]), dict):
         return [_prompt_of(line, f"{file}:{number}") for number, line in lines]
     return [line for _, line in lines]
+
+
+def read_lines(file: str) -> list[str]:
+    """Of a file, or of standard input for "-". Only a line feed, with a carriage return before it or not, ends a line.
+
+    Raises:
+        ValueError: if it is a folder, or no UTF-8.
+        OSError: if it cannot be read.
+    """
+    if file == "-":
+        text = sys.stdin.read().removeprefix("\ufeff")
+    elif not file or Path(file).is_dir():
+        raise ValueError(f"prompts must be in a file, got {f'the folder {file}' if file else repr(file)}")
+    else:
+        try:
+            text = Path(file).read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} must be UTF-8 text: {error}") from error
+    return [line.removesuffix("\r") for line in text.split("\n")]
 
 
 def _prompt_of(line: str, where: str) -> str:
@@ -43,5 +61,5 @@ def _prompt_of(line: str, where: str) -> str:
 def _parse(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -1,17 +1,19 @@
 """Prompts as users give them, to token ids."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+_COMPOSED = (str, list, tuple, dict, torch.Tensor)  # what is no token id, and was not meant as one
 
 
 def split(prompts: Any) -> tuple[list[Any], bool]:
     """A list of prompts, and whether only one was given.
 
-    A string, a list of ids (or a 1-D tensor) and a list of chat messages are one prompt; any other list is several.
+    A string, a list of ids (or a 1-D tensor) and a list of chat messages are one prompt; a list of prompts is several.
 
     Raises:
         ValueError: for an empty list, or what is no prompt at all.
@@ -24,7 +26,7 @@ def split(prompts: Any) -> tuple[list[Any], bool]:
         )
     if not prompts:
         raise ValueError("prompts must not be empty")
-    if all(_is_int(item) for item in prompts) or all(isinstance(item, dict) for item in prompts):
+    if all(isinstance(item, dict) for item in prompts) or not any(isinstance(item, _COMPOSED) for item in prompts):
         return [prompts], True
     return list(prompts), False
 
@@ -51,6 +53,7 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
     if not prompt:
         raise ValueError(f"{name} must not be empty")
     if isinstance(prompt, str):
+        _check_unicode(prompt, name)
         ids = list(_need(tokenizer, name, "text")(prompt)["input_ids"])
     elif all(isinstance(item, dict) for item in prompt):
         ids = _render_chat(list(prompt), name, _need(tokenizer, name, "chat messages"))
@@ -65,16 +68,32 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
         raise ValueError(
             f"{name} has {len(ids)} tokens; at most {max_length - 1} leave room for a new one in max_length = {max_length}"
         )
-    return ids
+    return [int(token) for token in ids]
 
 
 def _render_chat(messages: list[dict[str, Any]], name: str, tokenizer: Any) -> list[int]:
-    if not all({"role", "content"} <= message.keys() for message in messages):
-        raise ValueError(f"{name} must hold chat messages with 'role' and 'content', got {messages!r}")
+    for message in messages:
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(
+                f"{name} must hold chat messages with 'role' and 'content', both strings, got {message!r:.200}"
+            )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{name} holds chat messages, but the tokenizer has no chat template: pass text instead")
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program of its own, with errors of its own
+        raise ValueError(f"{name} must hold chat messages that the chat template takes: {error}") from error
+    _check_unicode(text, name)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _check_unicode(text: str, name: str) -> None:
+    """No half of a surrogate pair, as which Python hands on bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start]
+        raise ValueError(f"{name} must be valid Unicode text, got {found!r} at index {error.start}") from error
 
 
 def _need(tokenizer: Any, name: str, kind: str) -> Any:
@@ -84,4 +103,4 @@ def _need(tokenizer: Any, name: str, kind: str) -> Any:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)

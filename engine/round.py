@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backend import Verdict, verify
+from .backend import RowStats, Verdict, verify
 from .drafters.base import Drafter
+from .errors import EngineError
 from .graphs import Graphs
 from .metrics import RoundClock
 from .model import RaggedModel
@@ -59,7 +61,10 @@ class Round:
         drafter = self.drafter
 
         def work() -> Proposal:
-            return _within_limits(drafter.propose(state, num_draft_tokens), state)
+            proposal = drafter.propose(state, num_draft_tokens)
+            if broken := _broken_rule(proposal, state, self.target.vocab_size):
+                raise EngineError(f"{type(drafter).__name__}.propose must return {broken}")
+            return _within_limits(proposal, state)
 
         graph_key = getattr(drafter, "graph_key", None)
         own = graph_key() if graph_key is not None else None
@@ -105,6 +110,37 @@ def verify_and_commit(
     state.commit(verdict)
     extra = torch.stack([verdict.num_accepted.long(), num_proposed, verdict.status.long()], dim=1)
     return verdict, torch.cat([verdict.tokens, extra], dim=1)
+
+
+def _broken_rule(proposal: Any, state: BatchState, vocab_size: int) -> str:
+    """What a proposal must be and is not, if there is such a thing; values are looked at where that is free."""
+    if not isinstance(proposal, Proposal):
+        return f"an engine.Proposal, got {type(proposal).__name__}"
+    tokens, logits, stats, confidence = proposal
+    batch, device = len(state.seq_lens), state.tokens.device
+    if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.device != device or tokens.dim() != 2:
+        return f"tokens [B, K] int64 on {device}, got {_described(tokens)}"
+    shape = tokens.shape
+    if len(tokens) != batch:
+        return f"tokens [B, K] with B = {batch}, got {list(shape)}"
+    if state.can_look and tokens.numel() and int(tokens.max()) >= vocab_size:
+        return f"tokens below {vocab_size}, the size of the target's vocabulary, or -1, got {int(tokens.max())}"
+    for name, value, rank in (("logits [B, K, V]", logits, 3), ("confidence [B, K]", confidence, 2)):
+        if value is not None and not (
+            isinstance(value, Tensor) and value.is_floating_point() and value.dim() == rank and value.shape[:2] == shape
+        ):
+            return f"{name} of floats with [B, K] = {list(shape)}, or None, got {_described(value)}"
+    if state.can_look and confidence is not None and not bool(((confidence >= 0) & (confidence < 1)).all()):
+        return "confidence in [0, 1), got other values"
+    if stats is not None and (logits is None or not isinstance(stats, RowStats)):
+        return f"stats that are RowStats of its logits, or None, got {_described(stats)}"
+    return ""
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {list(value.shape)} on {value.device}"
+    return type(value).__name__
 
 
 def _within_limits(proposal: Proposal, state: BatchState) -> Proposal:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .backend import FATAL_STATUS, Status
 from .config import EngineConfig, SamplingParams
 from .draft_length import FixedLength
+from .graphs import on_device
 from .metrics import Stats
 from .parallel import Ranks
 from .round import PACKED_EXTRA, Round
@@ -59,22 +60,26 @@ class Server:
         ranks: Ranks,
     ) -> None:
         self._round, self._state, self._lengths, self._config = round_, state, lengths, config
+        self._device = state.tokens.device
         self._eos_token_ids, self._stats, self._late, self._ranks = eos_token_ids, stats, late, ranks
+        self._warned = False  # of draft logits that are no distribution
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Yields (request, new tokens) per row and round; a request that has ended has a finish_reason or an error."""
         scheduler = Scheduler(requests, self._config.max_batch_size)
         launched: Launched | None
         waiting: Launched | None = None  # started, not read
+        self._round.clock.take()  # marks of a round that failed
         try:
             while scheduler.busy:
                 begin = time.perf_counter()
-                self._begin(scheduler.admit())
-                self._prefill(scheduler)
-                launched = self._launch(scheduler, unread=waiting.asked + 1 if waiting else 0)
-                if self._late:
-                    launched, waiting = waiting, launched
-                ended = list(self._read(launched, scheduler)) if launched else []
+                with on_device(self._device):
+                    self._begin(scheduler.admit())
+                    self._prefill(scheduler)
+                    launched = self._launch(scheduler, unread=waiting.asked + 1 if waiting else 0)
+                    if self._late:
+                        launched, waiting = waiting, launched
+                    ended = list(self._read(launched, scheduler)) if launched else []
                 self._stats.total_seconds += time.perf_counter() - begin
                 yield from ended
         finally:
@@ -89,7 +94,7 @@ class Server:
         for num_draft_tokens in sorted(drafts):
             # Each half first eagerly, then captured; a draft model makes up for rounds without it eagerly as well.
             for _ in range(4 if self._round.graphs.enabled else 1):
-                with torch.inference_mode():
+                with torch.inference_mode(), on_device(self._device):
                     self._round.run(state, num_draft_tokens, lambda proposal: proposal)
         self._round.clock.take()
 
@@ -247,7 +252,8 @@ class Server:
                 f"at position {request.length + accepted}"
             )
             return 0
-        if status & _INVALID_DRAFT:
+        if status & _INVALID_DRAFT and not self._warned:
+            self._warned = True
             logger.warning("the drafter returned logits that are no distribution; its drafts are ignored there")
         self._lengths.observe(request.slot, packed[: accepted + 1], accepted, proposed, asked)
         before = len(request.token_ids)
@@ -284,7 +290,7 @@ def _sent_to_host(tensor: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
     arrived = torch.cuda.Event()
-    arrived.record()
+    arrived.record(torch.cuda.current_stream(tensor.device))
     return copy, arrived
 
 

@@ -75,6 +75,11 @@ class BatchState:
         return (*rows, self.max_text_length, self.filtered, self.all_greedy, self.coupled)
 
     @property
+    def slots(self) -> list[int]:
+        """Those of the rows, for the host."""
+        return list(range(self.rows.start, self.rows.stop)) if isinstance(self.rows, slice) else self.rows.tolist()
+
+    @property
     def active(self) -> Tensor:
         """[B] bool: rows that still want tokens."""
         return self.seq_lens + 1 < self.limits

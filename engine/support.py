@@ -2,6 +2,7 @@
 
 import inspect
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -27,6 +28,9 @@ _RECURRENT = {
     "zamba2",
     "xlstm",
 }
+# What copies from the host or waits for the device inside a forward cannot be captured in a CUDA graph: falcon indexes with
+# lists in every layer, and dynamic rotary embeddings look at the longest position.
+_EAGER_TYPES, _EAGER_ROPE = {"falcon"}, {"dynamic"}
 
 
 def check_config(config: PretrainedConfig, role: str) -> None:
@@ -68,6 +72,11 @@ def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
     config = model.config
     check_config(config, role)
     name, text = config.model_type, config.get_text_config()
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        raise UnsupportedModelError(
+            f"{role} must have all parameters on one device, and none on 'meta', got {sorted(map(str, devices))}"
+        )
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(f"{role} of type {name!r} has recurrent state, which cannot be rolled back")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
@@ -88,6 +97,29 @@ def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
     if "sliding_attention" in layer_types:
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(layer_types)}
     return {"all": None if layer_types else window}
+
+
+def why_eager(config: PretrainedConfig) -> str | None:
+    """What is known to keep such a model from being captured in CUDA graphs; None: nothing."""
+    if config.model_type in _EAGER_TYPES:
+        return f"layers of type {config.model_type!r} copy from the host"
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    ropes = [each for each in (rope, *rope.values()) if isinstance(each, dict)]  # of all layers, or by layer type
+    kinds = {each.get("rope_type") for each in ropes}
+    if found := kinds & _EAGER_ROPE:
+        return f"rotary embeddings of type {found.pop()!r} wait for the device"
+    return None
+
+
+def head_sizes(config: PretrainedConfig) -> set[int]:
+    """Elements of a query, key or value of one head: one number for most models, none where the config does not tell."""
+    text = config.get_text_config()
+    names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+    given = {size for name in names if (size := getattr(text, name, None))}
+    hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    if not given and isinstance(hidden, int) and isinstance(heads, int):
+        return {hidden // heads}
+    return given
 
 
 def vocab_size(model: PreTrainedModel) -> int:

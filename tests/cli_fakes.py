@@ -42,6 +42,9 @@ class FakeEngine:
             stats.add_round(proposed=2, accepted=1, emitted=2)
         return Output(text, [len(word) for word in text.split()], [1], "length", stats)
 
+    def check(self, prompts: Any, params: Any = None) -> None:
+        """All prompts are good here."""
+
     def generate(self, prompts: Any, params: Any = None, progress: bool = False) -> Any:
         self.params = params
         if isinstance(prompts, str) or isinstance(prompts[0], dict):

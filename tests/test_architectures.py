@@ -1,14 +1,16 @@
 """Greedy text equals transformers' own, token for token, on every supported architecture."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import CONFIGS, CONTEXT, greedy, perturbed, random_prompts, tiny
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 import engine
+from engine.model import uses_ragged_kernel
 
 NEW = 12
 BATCHES = (1, 3, 8)
@@ -82,6 +84,22 @@ def test_falcon_keeps_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None
     assert not llm._target.cache.whole_buffers
     output = llm.generate(prompts()[3], engine.SamplingParams(max_new_tokens=NEW))
     assert output.token_ids == expected("falcon", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fits"),
+    [
+        *((name, {}, True) for name in CONFIGS),
+        ("llama", {"head_dim": 256}, True),
+        ("llama", {"head_dim": 320}, False),
+        ("gemma2", {"head_dim": 512}, False),
+        ("deepseek_v3", {}, False),  # values are smaller than keys
+    ],
+)
+def test_whose_heads_the_ragged_kernel_takes(name: str, changes: dict[str, Any], fits: bool) -> None:
+    config = AutoConfig.for_model(name, **{**CONFIGS.get(name, {}), **changes})
+    model: Any = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert uses_ragged_kernel(model) == fits
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

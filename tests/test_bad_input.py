@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import CONTEXT, VOCAB, greedy, tiny
@@ -22,8 +23,11 @@ def target() -> PreTrainedModel:
         ("temperature", float("nan"), "a finite number >= 0"),
         ("temperature", float("inf"), "a finite number >= 0"),
         ("temperature", "hot", "a finite number >= 0"),
+        ("temperature", 1e39, r"<= 3e\+38"),  # infinite in float32
+        ("temperature", 10**400, "a finite number >= 0"),
         ("top_k", -1, ">= 0"),
         ("top_k", 2.5, "an int >= 0"),
+        ("top_k", 2**63, "<= 9223372036854775807"),
         ("top_p", 0.0, r"in \(0, 1\]"),
         ("top_p", 1.1, r"in \(0, 1\]"),
         ("top_p", float("nan"), r"in \(0, 1\]"),
@@ -32,10 +36,13 @@ def target() -> PreTrainedModel:
         ("max_new_tokens", 0, ">= 1"),
         ("max_new_tokens", -3, ">= 1"),
         ("max_new_tokens", True, "an int >= 1"),
+        ("max_new_tokens", 10**30, "<= 9223372036854775807"),
         ("seed", -1, "in "),
         ("seed", 2**63, "in "),
         ("stop", [""], "non-empty strings"),
         ("stop", [3], "non-empty strings"),
+        ("stop", 5, "non-empty strings"),
+        ("stop", None, "non-empty strings"),
         ("ignore_eos", 1, "True or False"),
     ],
 )
@@ -54,20 +61,38 @@ def test_sampling_params_know_their_fields_and_are_frozen() -> None:
     assert engine.SamplingParams(temperature=1e-40).temperature == 0.0
 
 
+def test_extreme_numbers_that_are_allowed(target: PreTrainedModel) -> None:
+    llm = engine.load(target, num_draft_tokens=10**12)
+    llm.warmup([1])
+    for options in (dict(temperature=3e38), dict(temperature=1.0, top_k=2**63 - 1), dict(temperature=1.0, top_p=1e-50)):
+        assert len(llm.generate([3, 4], engine.SamplingParams(max_new_tokens=2, seed=1, **options)).token_ids) == 2
+    assert len(llm.generate([3, 4], engine.SamplingParams(max_new_tokens=2**63 - 1)).token_ids) == CONTEXT - 2
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("num_draft_tokens", -1, "num_draft_tokens must be >= 0, got -1"),
         ("num_draft_tokens", 2.0, "num_draft_tokens must be an int >= 0, got 2.0"),
         ("verification", "typical", "verification must be one of .*, got 'typical'"),
+        ("exact", 1, "exact must be True, False or None, got 1"),
         ("exact", "yes", "exact must be True, False or None, got 'yes'"),
+        ("num_draft_tokens", 2**63, "num_draft_tokens must be <= 9223372036854775807, got 9223372036854775808"),
         ("max_batch_size", 0, "max_batch_size must be >= 1, got 0"),
+        ("max_batch_size", 10**30, "max_batch_size must be <= 65536, got 10{30}"),
         ("max_length", 1, "max_length must be >= 2, got 1"),
         ("max_length", CONTEXT + 1, f"max_length must be <= {CONTEXT}, the target's context, got {CONTEXT + 1}"),
         ("dtype", "int8", "dtype must be .*, got 'int8'"),
         ("device", "abacus", "device must be"),
         ("drafter", 5, "drafter must be .*; got int"),
+        ("drafter", "none", "drafter must be None for plain decoding, got 'none'"),
+        ("drafter", engine.NGramDrafter, "drafter must be an object, got the class NGramDrafter"),
+        ("tensor_parallel", 1, "tensor_parallel must be True or False, got 1"),
         ("drafter", "./nothing", "drafter must be an existing path or a hub id, got './nothing'"),
+        ("drafter", "", "drafter must be a name, a hub id or a path, also behind a '\\+', got ''"),
+        ("drafter", "ngram+", "drafter must be a name, a hub id or a path, also behind a '\\+', got 'ngram\\+'"),
+        ("tokenizer", 5, "tokenizer must be a tokenizer of transformers, a folder or a hub id, got 5"),
+        ("tokenizer", "", "tokenizer must be a tokenizer of transformers, a folder or a hub id, got ''"),
     ],
 )
 def test_load(target: PreTrainedModel, option: str, value: Any, message: str) -> None:
@@ -85,6 +110,8 @@ def test_load(target: PreTrainedModel, option: str, value: Any, message: str) ->
         (None, "prompts must be a string.* got NoneType"),
         (3.5, "prompts must be a string.* got float"),
         ([[1], 2.5], r"prompts\[1\] must be a string.* got float"),
+        ([1, 2.0], r"prompts\[0\] must hold token ids .* got 2.0"),
+        ([1, None], r"prompts\[0\] must hold token ids .* got None"),
         ([1, VOCAB], rf"prompts\[0\] must hold token ids in \[0, {VOCAB}\), got {VOCAB}"),
         ([[1, 2], [3, -1]], r"prompts\[1\] must hold token ids .* got -1"),
         ([[1, True]], r"prompts\[0\] must hold token ids .* got True"),
@@ -101,6 +128,8 @@ def test_prompts(target: PreTrainedModel, prompts: Any, message: str) -> None:
     try:
         with pytest.raises(ValueError, match=message):
             llm.generate(prompts)
+        with pytest.raises(ValueError, match=message):
+            llm.check(prompts)
         with pytest.raises(ValueError):
             llm.stream(prompts)
     finally:
@@ -109,15 +138,57 @@ def test_prompts(target: PreTrainedModel, prompts: Any, message: str) -> None:
     assert llm.generate([[3, 4]], engine.SamplingParams(max_new_tokens=2))[0].token_ids == greedy(target, [3, 4], 2)
 
 
+def test_ids_of_other_integer_types(target: PreTrainedModel) -> None:
+    output = engine.load(target).generate([np.int64(3), np.int32(4)], engine.SamplingParams(max_new_tokens=2))
+    assert output.token_ids == greedy(target, [3, 4], 2)
+    assert [type(token) for token in output.prompt_token_ids] == [int, int]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: engine.DraftModel(None), "model must be of the class PreTrainedModel, got None"),
+        (lambda model: engine.StagedDraftModel(5, None), "model must be of the class PreTrainedModel, got 5"),
+        (lambda model: engine.MedusaDrafter(5), "model must be of the class HeadModel, got 5"),
+        (lambda model: engine.MlpSpeculatorDrafter(5), "model must be of the class HeadModel, got 5"),
+        (lambda model: engine.EagleDrafter("x"), "model must be of the class EagleModel, got 'x'"),
+        (
+            lambda model: engine.ReencodingDraftModel(model, 5, 5),
+            "tokenizer must be of the class PreTrainedTokenizerBase, got 5",
+        ),
+    ],
+)
+def test_drafters(target: PreTrainedModel, make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        make(target)
+
+
 def test_params_must_fit_the_prompts(target: PreTrainedModel) -> None:
     llm = engine.load(target)
-    for params in ([engine.SamplingParams()], {"temperature": 1}, [engine.SamplingParams(), None]):
+    for params in ([engine.SamplingParams()], {"temperature": 1}, [engine.SamplingParams(), None], 5):
         with pytest.raises(ValueError, match="params must be SamplingParams, or a list of one for each of 2 prompts"):
             llm.generate([[1], [2]], params)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="stop needs a tokenizer"):
         llm.generate([[1]], engine.SamplingParams(stop="x"))
     with pytest.raises(ValueError, match="stream takes one prompt"):
         llm.stream([[1], [2]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_sizes": 8}, "batch_sizes must be a list of ints, got 8"),
+        ({"batch_sizes": [3]}, r"batch_sizes must be in \[1, 2\], got 3"),
+        ({"text_lengths": 16}, "text_lengths must be a list of ints, got 16"),
+        ({"text_lengths": (1,)}, r"text_lengths must be in \[2, 16\], got 1"),
+        ({"params": 5}, "params must be SamplingParams or None, got 5"),
+    ],
+)
+def test_warmup(target: PreTrainedModel, arguments: dict[str, Any], message: str) -> None:
+    llm = engine.load(target, max_batch_size=2, max_length=16)
+    with pytest.raises(ValueError, match=message):
+        llm.warmup(**arguments)
+    llm.warmup()  # a max_length below the usual 1024
 
 
 def test_chat_without_a_template(target: PreTrainedModel) -> None:
@@ -130,3 +201,24 @@ def test_chat_without_a_template(target: PreTrainedModel) -> None:
         llm.generate([{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="'role' and 'content'"):
         llm.generate([{"role": "user"}])
+    with pytest.raises(ValueError, match="'role' and 'content'") as caught:
+        llm.generate([{"role": "user", "content": "x" * 1000}, {"content": "y" * 1000}])
+    assert "yyy" in str(caught.value) and len(str(caught.value)) < 300
+    for content in (5, None, [{"type": "text", "text": "hi"}]):
+        with pytest.raises(ValueError, match=r"prompts\[0\] must hold chat messages .* both strings, got"):
+            llm.generate([{"role": "user", "content": content}])
+
+
+def test_text_that_is_no_unicode(target: PreTrainedModel) -> None:
+    """As Python hands on bytes that are no UTF-8, from arguments for one."""
+    from tiny_tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    llm = engine.load(target, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"prompts\[1\] must be valid Unicode text, got '\\udcff' at index 2"):
+        llm.generate(["12", "12\udcff"])
+    with pytest.raises(ValueError, match=r"prompts\[0\] must be valid Unicode text, got '\\ud800'"):
+        llm.generate([{"role": "user", "content": "\ud800"}])
+    tokenizer.chat_template = "{{ raise_exception('only one message') }}"
+    with pytest.raises(ValueError, match=r"prompts\[0\] must hold chat messages that .* takes: only one message"):
+        llm.generate([{"role": "user", "content": "hi"}])

@@ -17,13 +17,14 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
+from stand_ins import fake_flashinfer, fake_vllm_fused, fake_vllm_v1, module
+
 from bench import end_to_end, gpu_report, timing
 from bench.cases import Case, all_cases, check_emitted, check_ours, make_inputs, our_call
 from bench.goals import GOALS
 from bench.measure import Contest, Record, contest, ratio_to
 from bench.peers import PEERS, FlashInfer, Peer, Textbook, Transformers, VllmFused, VllmV1
 from bench.report import table
-from bench.stand_ins import fake_flashinfer, fake_vllm_fused, fake_vllm_v1, module
 from bench.timing import Contender, Timing, interleave
 
 SMALL = Case(batch=3, num_drafts=4, vocab_size=1000)
@@ -190,6 +191,18 @@ def test_a_contest_keeps_what_fails_and_times_the_rest() -> None:
     assert ratio_to("broken", records) is None
 
 
+def test_a_copy_that_cannot_be_captured_loses_no_contest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(calls: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(timing, "capture", capture)
+    monkeypatch.setattr(timing, "device_copies", lambda size, copies: [])
+    run = Contest("cuda")
+    run._add_copy(SMALL, 3)
+    assert not run.copies
+    assert [(r.name, r.error) for r in run.failed] == [(f"copy {SMALL.bytes_moved}", "RuntimeError: out of luck")]
+
+
 def test_goals() -> None:
     def record(name: str, batch: int, median: float, mode: str = "graph", **more: Any) -> Record:
         return Record(name, mode, f"B={batch} K=4 V=151936 bf16", batch, median=median, **more)
@@ -273,6 +286,13 @@ def test_report_survives_failures_and_interruption(
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["complete"] and not report["records"] and len(report["notes"]) == 6
     assert report["notes"][-1] == "left out for lack of time: interrupted"
+
+
+def test_tests_come_last_and_only_if_wanted() -> None:
+    """They take the longest, and a report is for its figures."""
+    with_tests, without = ([title for title, _ in gpu_report.plan("cuda", True, tests)] for tests in (True, False))
+    assert with_tests[-1] == "tests on the GPU" and with_tests[:-1] == without
+    assert without[-len(end_to_end.CASES) :] == list(end_to_end.CASES)
 
 
 def test_bad_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

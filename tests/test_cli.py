@@ -64,13 +64,16 @@ def test_version_and_a_reader_that_has_gone(capsys: pytest.CaptureFixture[str]) 
 
 def test_generate_streams_one_prompt(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     words = "generate -t model -d none -k 3 --exact --max-length 99 --top-k 4 --seed 5 -T 0.5 --stop . --stop !"
+    words += " --ignore-eos --tokenizer words"
     assert cli.main([*words.split(), "a b"]) == 0
     assert capsys.readouterr().out == "A B\n"
     (llm,) = engines
     assert llm.target == "model"
     assert llm.options["drafter"] is None
     assert (llm.options["num_draft_tokens"], llm.options["exact"], llm.options["max_length"]) == (3, True, 99)
+    assert llm.options["tokenizer"] == "words"
     params = llm.params
+    assert params.ignore_eos
     assert (params.temperature, params.top_k, params.seed, params.stop) == (0.5, 4, 5, (".", "!"))
 
 
@@ -101,12 +104,14 @@ def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
         ("p.txt", "one\n\ntwo {}\n", ["one", "two {}"]),
         ("p.jsonl", '{"prompt": "one"}\n{"turns": ["two", "x"]}\n', ["one", "two"]),
         ("p.txt", '{"prompt": "one\\nmore"}\n', ["one\nmore"]),
+        ("p.txt", "\ufeffa\u2028b\x0cc\x85d\r\ne", ["a\u2028b\x0cc\x85d", "e"]),  # only line feeds end lines
+        ("p.jsonl", '\ufeff{"prompt": "a\u2028b"}\r\n{"prompt": "c"}', ["a\u2028b", "c"]),
     ],
 )
 def test_prompts_from_a_file(
     name: str, content: str, prompts: list[str], engines: list[FakeEngine], tmp_path: Path
 ) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode())
     assert cli.main(["generate", "-t", "model", "--json", "-f", str(tmp_path / name)]) == 0
     assert engines[0].asked == prompts
 
@@ -134,6 +139,10 @@ def test_prompts_from_stdin(engines: list[FakeEngine], monkeypatch: pytest.Monke
         ("generate -t model -f {bad} ", 2, 'bad.jsonl:2 must be a JSON object with a string "prompt"'),
         ("generate -t model -f {empty}", 2, "must hold at least one prompt"),
         ("generate -t model -f {empty} x", 2, "not both"),
+        ("generate -t model -f {latin}", 2, "latin.txt must be UTF-8 text"),
+        ("generate -t model -f {deep}", 2, 'deep.jsonl:1 must be a JSON object with a string "prompt"'),
+        ("generate -t model -f {folder}", 2, "prompts must be in a file, got the folder"),
+        ("generate -t model --prompts-file=", 2, "prompts must be in a file, got ''"),
         ("generate -t model nan", 1, "the logits are NaN"),
         ("demo -t model --repeats 0", 2, "repeats must be >= 1, got 0"),
         ("chat -t missing.gguf", 2, "got 'missing.gguf'"),
@@ -148,7 +157,10 @@ def test_bad_input_gives_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    files = {"bad": tmp_path / "bad.jsonl", "empty": tmp_path / "empty.txt"}
+    files = {"bad": tmp_path / "bad.jsonl", "empty": tmp_path / "empty.txt", "folder": tmp_path}
+    files |= {"latin": tmp_path / "latin.txt", "deep": tmp_path / "deep.jsonl"}
+    files["latin"].write_bytes(b"caf\xe9\n")
+    files["deep"].write_text("[" * 100_000 + "]" * 100_000 + "\n")
     files["bad"].write_text('{"prompt": "one"}\n{"prompt": 2}\n')
     files["empty"].write_text("\n")
     assert cli.main(words.format(**files).split()) == status
@@ -175,6 +187,49 @@ def test_outputs_before_a_failure_are_shown(
     captured = capsys.readouterr()
     assert [record["index"] for record in json_lines(captured.out)] == [0, 2]
     assert captured.err == "error: NaN for prompts[1]\n"
+
+
+def test_a_failure_is_numbered_among_all_prompts(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generate(self: FakeEngine, prompts: Any, params: Any, progress: bool) -> Any:
+        if "p5" in prompts:
+            raise InvalidLogitsError(f"NaN for prompts[{prompts.index('p5')}]", [None] * len(prompts))
+        return [self.output(prompt) for prompt in prompts]
+
+    monkeypatch.setattr(FakeEngine, "generate", generate)
+    prompts = [f"p{number}" for number in range(8)]
+    assert cli.main(["generate", "-t", "model", "--json", "--max-batch-size", "1", *prompts]) == 1
+    captured = capsys.readouterr()
+    assert [record["index"] for record in json_lines(captured.out)] == [0, 1, 2, 3]
+    assert captured.err == "error: NaN for prompts[5]\n"
+
+
+def test_a_bad_prompt_is_found_before_any_is_answered(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_bytes(b"a\n" * 6 + b"too long\n" + b"a\n" * 3)
+    words = f"generate -t {checkpoint} --json --max-batch-size 1 --max-length 4 -f {tmp_path / 'prompts'}"
+    assert cli.main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "error: prompts[6] has 8 tokens; at most 3" in captured.err
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_bytes_that_are_no_text(checkpoint: Path) -> None:
+    """One bad line does not end a conversation; a prompt of an argument or from standard input is refused."""
+
+    def run(command: str, *more: bytes | str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        words = [sys.executable, "-m", "engine", command, "-t", str(checkpoint), "--json", "-n", "2", *more]
+        return subprocess.run(words, cwd=ROOT, input=stdin, capture_output=True, timeout=300, check=False)
+
+    done = run("chat", stdin=b"one\nt\xffo\nthree\n")
+    assert done.returncode == 1 and len(json_lines(done.stdout.decode())) == 2
+    assert b"error: prompts[0] must be valid Unicode text, got '\\udcff'" in done.stderr
+    for done in (run("generate", b"a", b"b\xff"), run("generate", "-f", "-", stdin=b"a\nb\xff\n")):
+        assert done.returncode == 2 and not done.stdout
+        assert b"error: prompts[1] must be valid Unicode text, got '\\udcff' at index 1" in done.stderr
 
 
 def test_no_prompt_on_a_terminal(
@@ -256,10 +311,10 @@ def test_train_passes_all_options_on(
     assert trainings.pop() == (["one", "two"], out, TrainingOptions("eagle3", "model"))
     other: dict[str, Any] = dict(
         temperatures=(0.5, 1.0), layers=(3, 1), chat=False, start_from="head", freeze_head=True, max_new_tokens=5, max_length=6,
-        batch_size=7, validation_share=0.25, draft_vocab_size=8, num_steps=9, num_layers=10, epochs=11, learning_rate=0.125,
-        tokens_per_batch=12, learn_prompts=True, seed=13, dtype="float32", device="cpu",
+        batch_size=7, validation_share=0.25, draft_vocab_size=8, num_steps=9, epochs=11, learning_rate=0.125, tokens_per_batch=12,
+        learn_prompts=True, seed=13, dtype="float32", device="cpu",
     )  # fmt: skip
-    assert {"method", "target", *other} == {field.name for field in dataclasses.fields(TrainingOptions)}
+    assert {"method", "target", "num_layers", *other} == {field.name for field in dataclasses.fields(TrainingOptions)}
     for name, value in other.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -268,6 +323,9 @@ def test_train_passes_all_options_on(
             command += [f"--{flag}={item}" for item in (value if isinstance(value, tuple) else (value,))]
     assert cli.main(command) == 0
     assert trainings.pop()[2] == TrainingOptions("eagle3", "model", **other)
+    command = ["train", "draft-model", "--prompts", str(prompts), "--out", str(out), "-t", "model", "--num-layers=10"]
+    assert cli.main(command) == 0
+    assert trainings.pop()[2] == TrainingOptions("draft-model", "model", num_layers=10)
 
 
 @pytest.mark.parametrize(

@@ -122,3 +122,14 @@ def test_real_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [row["identical"] for row in report["prompts"]] == [True, True, True]
     assert cli.main(demonstrate) == 0
     assert "efficiency" in capsys.readouterr().out
+
+
+def test_prompts_that_are_too_long_are_found_before_any_is_answered(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tuple(demo_prompts.DemoPrompt(name, name, text) for name, text in (("a", "hello"), ("b", "hello" * 999)))
+    monkeypatch.setattr(demo, "PROMPTS", prompts)
+    assert cli.main(["demo", "-t", str(checkpoint), "--dtype", "float32"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "error: prompts[1] has" in captured.err

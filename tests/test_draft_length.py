@@ -149,8 +149,10 @@ def test_sure_drafts_that_stand_are_followed_by_more(confidence: float, most: in
         round(0.95 if turn % 2 else 0.6, turn % 3)
     before = round(0.95, 0)
     asked = [round(confidence, 15) for _ in range(5)]
-    assert before <= 3 and max(asked) >= most if most == 15 else max(asked) <= most
-    lengths.begin(0)  # what was true of a text is not of the next one in its slot
+    assert before <= 3
+    assert (max(asked) >= most) if most == 15 else (max(asked) <= most)
+    # What was true of a text is not of the next one in its slot.
+    lengths.begin(0)
     assert round(0.95, 0) <= 5
 
 
@@ -170,9 +172,8 @@ def test_a_drafter_that_ends_early_is_asked_for_all_it_may_give_while_drafting_p
 
     assert [round(True) for _ in range(10)][-5:] == [15] * 5
     asked = [round(False) for _ in range(200)]
-    assert (
-        sum(map(bool, asked[-100:])) < 10 and max(asked[-100:]) == 1
-    )  # one now and then, to see whether that has changed
+    # One now and then, to see whether that has changed.
+    assert sum(map(bool, asked[-100:])) < 10 and max(asked[-100:]) == 1
     asked = [round(True) for _ in range(100)]
     assert asked[-5:] == [15] * 5
     assert lengths.choose([0], room=4, ends_early=True) == 4

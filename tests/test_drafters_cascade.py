@@ -20,7 +20,7 @@ from transformers import (
 
 import engine
 from engine.backend import RowStats, row_stats, verify
-from engine.drafters import merged
+from engine.drafters import proposals
 from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.lookup import LookupDrafter, Tokens
 from engine.drafters.suffix import SuffixDrafter
@@ -312,7 +312,7 @@ def test_a_wrong_law_is_caught(
     small_target: PreTrainedModel, verification: str, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same test, where one-hot drafts are passed off as draws from the other stage's logits."""
-    monkeypatch.setattr(merged, "made_certain", lambda tokens, certain, logits, stats: (logits, stats))
+    monkeypatch.setattr(proposals, "made_certain", lambda tokens, certain, logits, stats: (logits, stats))
     drafter = ngram_and(perturbed(small_target, 0.3), stage)
     llm = engine.load(small_target, drafter=drafter, num_draft_tokens=3, max_batch_size=512, verification=verification)
     assert min(p_values(llm, small_target, SETTINGS[0], 8_000)) < 1e-6
@@ -338,7 +338,7 @@ def test_drafts_made_certain_are_one_hot_drafts(
     )
     other = torch.randn(rows, drafts, vocab).to(dtype)
     stats = row_stats(other, temperature, **spread)
-    logits, stats = merged.made_certain(tokens, torch.ones_like(tokens, dtype=torch.bool), other, stats)
+    logits, stats = proposals.made_certain(tokens, torch.ones_like(tokens, dtype=torch.bool), other, stats)
     expected = verify(target, tokens, **given)
     assert 0 < expected.num_accepted.sum() < tokens.numel()
     for own_stats in (stats, None):
@@ -480,6 +480,18 @@ def test_a_round_without_drafts_is_one_for_every_stage(blind: bool) -> None:
     state.commit(verdict)
     both.observe(state, verdict)
     assert [stage.seen for stage in stages] == [[([5], [[3]], [0])]] * 2
+
+
+def test_a_stage_that_looks_at_widths_alone_sees_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where everything else that it would see is some launches."""
+    monkeypatch.setattr(BatchState, "can_look", False)
+    whole, narrow = Fixed([[7, 7]]), Fixed([[7, 7]])
+    narrow.observes_width_only = True  # type: ignore[attr-defined]
+    both, state = CascadeDrafter(whole, narrow), bare_state(1)
+    for tokens in ([[7, 3, -1]], [[4]], [[7, 7, 3]]):
+        both.observe(state, Verdict(torch.tensor(tokens), torch.tensor([1], dtype=torch.int32), torch.zeros(1)))
+    widths = [[len(tokens[0]) for _, tokens, _ in stage.seen] for stage in (whole, narrow)]
+    assert widths[0] == widths[1] == [3, 1, 1, 1, 3, 1, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

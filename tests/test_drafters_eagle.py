@@ -390,7 +390,7 @@ class Remembering(Replay):
 def graphs_of(llm: engine.Engine, late: bool) -> CountedGraphs:
     graphs, drafter = with_graphs(llm, late=late), llm.drafter
     assert isinstance(drafter, EagleDrafter)
-    graphs._make = lambda: Remembering(llm._server._state, drafter)
+    graphs._make = lambda pool: Remembering(llm._server._state, drafter)
     return graphs
 
 

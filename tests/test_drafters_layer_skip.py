@@ -14,9 +14,9 @@ from tiny_models import CONFIGS, CONTEXT, WINDOW, greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 
 import engine
-from engine.drafters import layer_search
-from engine.drafters.layer_search import AnsweredTexts, LayerSearch, expected_speedup, search_layers
+from engine import layer_search
 from engine.drafters.layer_skip import DecoderLayers, LayerSkipDrafter
+from engine.layer_search import AnsweredTexts, LayerSearch, expected_speedup, search_layers
 from engine.model import RaggedModel
 
 NAMES = ["llama", "gpt2", "opt", "gpt_neox", "gemma3_text", "falcon", "mixtral"]
@@ -392,7 +392,7 @@ def test_layers_that_depend_on_more_than_hidden_states(monkeypatch: pytest.Monke
     with pytest.raises(engine.UnsupportedModelError, match="those behind depend on more than the hidden states"):
         engine.load(target, drafter=LayerSkipDrafter(layers=(0, 3)))
     with pytest.raises(engine.UnsupportedModelError, match="those behind depend on more than the hidden states"):
-        monkeypatch.setattr("engine.drafters.layer_search.TESTED", frozenset())
+        monkeypatch.setattr("engine.layer_search.TESTED", frozenset())
         search_layers(target, prompts())
 
 
@@ -543,6 +543,13 @@ def test_costs_count_packed_weights() -> None:
 def test_bad_search_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         search_layers(model("llama"), **{"prompts": prompts()[:2], **options})
+
+
+def test_a_search_takes_an_engine_or_a_model() -> None:
+    with pytest.raises(ValueError, match="target must be an Engine or a PreTrainedModel, got 'id'"):
+        search_layers("id", prompts()[:2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tokenizer must be None for an Engine, which has its own, got object"):
+        search_layers(engine.load(model("llama")), prompts()[:2], tokenizer=object())
 
 
 def test_no_set_pays() -> None:

@@ -1,5 +1,7 @@
 """The loop: ragged batches, ends, streaming, seeds, statistics."""
 
+import copy
+import pickle
 from collections.abc import Sequence
 
 import pytest
@@ -140,6 +142,7 @@ def test_statistics_add_up(target: PreTrainedModel) -> None:
         stats = output.stats
         assert stats.new_tokens == len(output.token_ids) == 15
         assert stats.new_tokens == stats.rounds + stats.accepted_tokens
+        assert stats.as_dict()["accepted_tokens"] == stats.accepted_tokens
         assert 1 <= stats.block_efficiency <= 5
         assert stats.acceptance_rate == stats.accepted_tokens / stats.draft_tokens
         assert len(stats.acceptance_per_position) <= 4
@@ -313,7 +316,94 @@ def test_a_drafter_with_nan_logits_costs_speed_and_nothing_else(
     llm = engine.load(target, drafter=Broken(perturbed(target, 0.1)), num_draft_tokens=2)
     params = engine.SamplingParams(temperature=1.0, seed=1, max_new_tokens=6)
     assert llm.generate([[4, 5]], params)[0].stats.new_tokens == 6
-    assert "drafter returned logits" in caplog.text
+    assert caplog.text.count("drafter returned logits") == 1
+
+
+class Proposing(Perfect):
+    """Proposes what it is given."""
+
+    def __init__(self, proposal: object) -> None:
+        self.proposal = proposal
+
+    def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        return self.proposal
+
+    def observe(self, state: engine.BatchState, verdict: engine.Verdict) -> None:
+        pass
+
+    def prefill(self, state: engine.BatchState) -> None:
+        pass
+
+
+_DRAFTS = torch.ones(1, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("proposal", "rule"),
+    [
+        ([1, 2], "an engine.Proposal, got list"),
+        (engine.Proposal([1, 2]), "tokens .* int64 on cpu, got list"),
+        (engine.Proposal(_DRAFTS.float()), r"tokens .* int64 on cpu, got torch.float32 of shape \[1, 2\]"),
+        (engine.Proposal(_DRAFTS[0]), r"tokens \[B, K\] int64 .*shape \[2\]"),
+        (engine.Proposal(_DRAFTS.expand(2, 2)), r"tokens \[B, K\] with B = 1, got \[2, 2\]"),
+        (engine.Proposal(_DRAFTS + VOCAB), f"tokens below {VOCAB}, the size of .* got {VOCAB + 1}"),
+        (engine.Proposal(_DRAFTS, logits=torch.zeros(1, 1, VOCAB)), r"logits \[B, K, V\] .* \[1, 2\]"),
+        (engine.Proposal(_DRAFTS, confidence=torch.zeros(2)), r"confidence \[B, K\] of floats"),
+        (engine.Proposal(_DRAFTS, confidence=torch.ones(1, 2)), r"confidence in \[0, 1\)"),
+        (engine.Proposal(_DRAFTS, stats=(1, 2)), "stats that are RowStats"),
+    ],
+)
+def test_a_proposal_that_is_none(target: PreTrainedModel, proposal: object, rule: str) -> None:
+    drafter = Proposing(proposal)
+    llm = engine.load(target, drafter=drafter)
+    with pytest.raises(engine.EngineError, match=rf"^Proposing\.propose must return {rule}"):
+        llm.generate([3, 4, 5], _params(4))
+    drafter.proposal = engine.Proposal(_DRAFTS)
+    assert llm.generate([3, 4, 5], _params(4)).token_ids == greedy(target, [3, 4, 5], 4)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("once"), KeyboardInterrupt()])
+def test_a_round_that_fails_harms_no_later_one(target: PreTrainedModel, error: BaseException) -> None:
+    drafter = Proposing(engine.Proposal(_DRAFTS))
+    llm = engine.load(target, drafter=drafter)
+
+    def fail(*args: object) -> None:
+        raise error
+
+    hook = target.register_forward_hook(fail)
+    with pytest.raises(type(error)):
+        llm.generate([3, 4, 5], _params(4))
+    hook.remove()
+    assert llm.generate([3, 4, 5], _params(4)).token_ids == greedy(target, [3, 4, 5], 4)
+
+
+@pytest.mark.parametrize("in_cascade", [False, True])
+def test_a_drafter_serves_the_engine_that_it_was_attached_to_last(target: PreTrainedModel, in_cascade: bool) -> None:
+    drafter = engine.DraftModel(perturbed(target, 0.1))
+    first = engine.load(target, drafter=drafter)
+    expected = first.generate([3, 4, 5], _params(4)).token_ids
+    other = engine.CascadeDrafter(engine.NGramDrafter(), drafter) if in_cascade else drafter
+    second = engine.load(target, drafter=other)
+    assert second.generate([3, 4, 5], _params(4)).token_ids == expected
+    for call in (first.generate, lambda *args: list(first.stream(*args)), lambda *args: first.warmup()):
+        with pytest.raises(engine.EngineError, match=r"DraftModel .* has been attached to another engine since"):
+            call([3, 4, 5], _params(4))
+    assert second.generate([3, 4, 5], _params(4)).token_ids == expected
+
+
+def test_a_target_in_training_mode_is_set_right() -> None:
+    target = tiny("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    expected = greedy(target, [3, 4, 5], 8)
+    llm = engine.load(target)
+    target.train()
+    assert llm.generate([3, 4, 5], _params(8)).token_ids == expected
+    assert not target.training
+
+
+def test_errors_can_be_copied_and_pickled() -> None:
+    error = engine.InvalidLogitsError("prompts[1]", [None, None], {1: "prompts[1]"})
+    for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert (str(other), other.outputs, other.errors) == (str(error), error.outputs, error.errors)
 
 
 def _params(max_new_tokens: int) -> engine.SamplingParams:

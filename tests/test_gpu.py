@@ -1,14 +1,25 @@
 """What only an accelerator can show of the engine: `pytest -m gpu`."""
 
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from tiny_models import perturbed, random_prompts, tiny
 from transformers import PreTrainedModel
 
 import engine
+from engine.graphs import Graphs, clear_all
 from engine.model import EXACT_KV_GRANULARITY, RaggedModel
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+from bench.drafter_cases import drafters
+
 pytestmark = pytest.mark.gpu
+CAPTURED = sorted(set(drafters(tiny("llama"))) - {"suffix"})  # which works on the host
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +62,99 @@ def test_masked_keys_do_not_change_a_bit(target: PreTrainedModel) -> None:
     alone = logits(0, EXACT_KV_GRANULARITY)
     for slot, blocks in [(3, 1), (0, 2), (1, 8)]:
         assert torch.equal(alone, logits(slot, blocks * EXACT_KV_GRANULARITY)), (slot, blocks)
+
+
+def check_captured(target: PreTrainedModel, drafter: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Greedy text of captured rounds against that of eager ones: short texts, and then one that needs larger buffers."""
+    prompts, params = random_prompts(5, seed=1), engine.SamplingParams(max_new_tokens=40)
+    long, more = [5, 6, 7, 8] * 150, engine.SamplingParams(max_new_tokens=120)
+    texts = []
+    for graphed in (True, False):
+        llm = engine.load(target, drafter=drafter(), num_draft_tokens=4, max_batch_size=4)
+        if not graphed:
+            llm._server._round.graphs = Graphs(None)
+        outputs = llm.generate(prompts, params)
+        before = len(llm._server._round.graphs)
+        outputs.append(llm.generate(long, more))
+        texts.append([output.token_ids for output in outputs])
+        assert llm._server._round.graphs.enabled == graphed
+        assert (before > 0) == (len(llm._server._round.graphs) > 0) == graphed
+    assert texts[0] == texts[1]
+    assert not [r.message for r in caplog.records if "CUDA graphs" in r.message]
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_rounds_give_the_eager_text(
+    target: PreTrainedModel, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        check_captured(target, drafters(target)[name], caplog)
+
+
+def test_plain_rounds_and_good_drafts_too(target: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    check_captured(target, lambda: None, caplog)
+    check_captured(target, lambda: engine.DraftModel(perturbed(target, 0.05)), caplog)
+
+
+def test_float16(caplog: pytest.LogCaptureFixture) -> None:
+    check_captured(tiny("llama", dtype=torch.float16, max_position_embeddings=1024).to("cuda"), lambda: "ngram", caplog)
+
+
+def test_heads_too_large_for_the_ragged_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    """Masks, then; which are captured as well."""
+    target = tiny("llama", dtype=torch.bfloat16, head_dim=320, max_position_embeddings=1024).to("cuda")
+    assert not engine.load(target)._target.cache.whole_buffers
+    check_captured(target, lambda: "ngram", caplog)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one(caplog: pytest.LogCaptureFixture) -> None:
+    target = tiny("llama", dtype=torch.bfloat16, max_position_embeddings=1024).to("cuda:1")
+    check_captured(target, lambda: engine.DraftModel(perturbed(target, 0.05)), caplog)
+    assert torch.cuda.current_device() == 0
+
+
+def test_graphs_are_made_anew(target: PreTrainedModel) -> None:
+    """By a second engine, and where all have been forgotten."""
+    params = engine.SamplingParams(max_new_tokens=30)
+    texts = []
+    for _ in range(2):
+        llm = engine.load(target)
+        for _ in range(2):
+            texts.append(llm.generate([5, 6, 7], params).token_ids)
+            assert len(llm._server._round.graphs) > 0
+            clear_all()
+            assert len(llm._server._round.graphs) == 0
+    assert texts == [texts[0]] * 4
+
+
+def test_a_model_that_needs_the_host_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    llm = engine.load(tiny("falcon", dtype=torch.bfloat16).to("cuda"))
+    assert len(llm.generate([5, 6, 7], engine.SamplingParams(max_new_tokens=20)).token_ids) == 20
+    assert not llm._server._round.graphs.enabled
+    assert [r.message for r in caplog.records if "CUDA graphs" in r.message] == [
+        "the target runs without CUDA graphs: layers of type 'falcon' copy from the host"
+    ]
+
+
+FAILING = """
+import torch
+from engine.graphs import Graphs
+
+ones, before = torch.ones(3, device="cuda"), torch.cuda.current_stream()
+graphs = Graphs.for_device(ones.device)
+assert [graphs.run("key", lambda: ones.sum().item()) for _ in range(3)] == [3.0] * 3
+assert not graphs.enabled
+assert torch.cuda.current_stream() == before
+torch.cuda.empty_cache()
+assert (ones + ones).tolist() == [2.0] * 3
+"""
+
+
+def test_a_failing_capture_leaves_the_stream_as_it_was() -> None:
+    """In a process of its own: torch makes no promises after that."""
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", FAILING], cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "CUDA graphs are off" in done.stderr

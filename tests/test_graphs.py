@@ -1,14 +1,25 @@
 """Capture and replay, with a capture that records Python instead of CUDA work: what it replays must still be right."""
 
+import sys
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import greedy, perturbed, random_prompts, tiny
+from tiny_models import CONFIGS, greedy, perturbed, random_prompts, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
-from engine.graphs import Graphs
+from engine import round
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+from bench.drafter_cases import drafters
+from engine.graphs import Graphs, clear_all
+from engine.state import BatchState, Verdict
 
 
 class Replay:
@@ -49,7 +60,7 @@ class CountedGraphs(Graphs):
 
 
 def with_graphs(llm: engine.Engine, *, late: bool) -> CountedGraphs:
-    graphs = CountedGraphs(lambda: Replay(llm._server._state))
+    graphs = CountedGraphs(lambda pool: Replay(llm._server._state))
     llm._server._round.graphs, llm._server._late = graphs, late
     return graphs
 
@@ -111,7 +122,7 @@ def test_a_failing_capture_falls_back_and_says_why_once(caplog: pytest.LogCaptur
 
     target = tiny("llama")
     llm = engine.load(target)
-    llm._server._round.graphs = Graphs(Failing)
+    llm._server._round.graphs = Graphs(lambda pool: Failing())
     output = llm.generate([[5, 6, 7]], engine.SamplingParams(max_new_tokens=20))[0]
     assert output.token_ids == greedy(target, [5, 6, 7], 20)
     assert [r.message for r in caplog.records] == [
@@ -119,16 +130,151 @@ def test_a_failing_capture_falls_back_and_says_why_once(caplog: pytest.LogCaptur
     ]
 
 
-def test_first_eager_then_captured_then_replayed_and_no_more_than_allowed() -> None:
-    graphs, calls = Graphs(Replay, max_graphs=1), []
+def test_the_log_names_what_could_not_be_captured(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Replay):
+        def record(self, work: Callable[[], Any]) -> Any:
+            try:
+                raise NotImplementedError("no reading from the device")
+            finally:
+                raise RuntimeError("the capture cannot be ended")
+
+    graphs = Graphs(lambda pool: Failing())
+    assert [graphs.run("a", lambda: 3) for _ in range(3)] == [3] * 3 and not graphs.enabled
+    assert [r.message.partition(": ")[2] for r in caplog.records] == ["NotImplementedError: no reading from the device"]
+
+
+def test_first_eager_then_captured_then_replayed() -> None:
+    graphs, calls = Graphs(lambda pool: Replay()), []
     for _ in range(4):  # eagerly; recorded, which runs it here, and replayed; replayed twice
         graphs.run("a", lambda: calls.append("a"))
     assert len(graphs) == 1 and calls == ["a"] * 5
-    for _ in range(4):
-        graphs.run("b", lambda: calls.append("b"))
-    assert len(graphs) == 1 and calls[5:] == ["b"] * 4
     graphs.clear()
     assert len(graphs) == 0
+
+
+def test_the_least_recently_used_graph_makes_room(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = Graphs(lambda pool: Replay(), max_graphs=2)
+    for keys, captured in (("aabba", "ab"), ("cc", "ac"), ("b", "bc"), ("dd", "bd")):
+        for key in keys:
+            graphs.run(key, lambda: None)
+        assert [key for key in "abcd" if key in graphs] == list(captured)
+    assert [r.message for r in caplog.records] == [
+        "more than 2 CUDA graphs are wanted: those not used for longest are forgotten"
+    ]
+
+
+@pytest.mark.parametrize("max_graphs", [1, 2, 3])
+def test_a_proposal_that_is_captured_again_is_the_one_verified(max_graphs: int) -> None:
+    """Its tensors lie elsewhere than those that the graph of its verification had read."""
+    target = tiny("llama", max_position_embeddings=600)
+    llm = engine.load(target, drafter=engine.DraftModel(target), num_draft_tokens=3, max_batch_size=2)
+    llm._server._round.graphs = graphs = CountedGraphs(lambda pool: Replay(llm._server._state), max_graphs)
+    outputs = llm.generate([[3, 4, 5], [3, 4, 5] * 84, [6, 7]], engine.SamplingParams(max_new_tokens=40))
+    assert all(output.stats.acceptance_rate == 1 for output in outputs)
+    assert len(graphs) == max_graphs
+
+
+def test_memory_is_taken_anew_where_no_graph_is_left() -> None:
+    """torch gives up a pool with the last graph in it, and refuses to capture into it then."""
+    pools: list[Any] = []
+
+    def make(pool: Any) -> Replay:
+        pools.append(pool)
+        return Replay()
+
+    graphs = Graphs(make)
+    for key in "aabb":
+        graphs.run(key, lambda: None)
+    clear_all()
+    assert len(graphs) == 0
+    for key in "aabb":
+        graphs.run(key, lambda: None)
+    first, again = pools[0], pools[2]
+    assert pools == [first, first, again, again] and first is not again
+
+
+class NothingForTheHost(TorchDispatchMode):
+    """Fails where tensors are made from the host's data, or read by it: neither can be captured.
+
+    But for the kernels' twins and what `plan_call` does on a CPU alone.
+    """
+
+    forbidden = ("aten::lift_fresh", "aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        indices = args[1] if name in ("aten::index", "aten::index_put", "aten::index_put_") else ()
+        if name in self.forbidden or any(index is not None and index.dtype == torch.bool for index in indices):
+            frames = traceback.extract_stack()
+            assert any(f.name == "plan_call" or "kernels" in Path(f.filename).parts for f in frames), name
+        return func(*args, **kwargs or {})
+
+
+CAPTURED = sorted(name for name, make in drafters(tiny("llama")).items() if hasattr(make(), "graph_key"))
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_proposal_needs_nothing_of_the_host(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second time on, where values cannot be looked at, and unless the drafter says that it may not be captured."""
+    monkeypatch.setattr(BatchState, "can_look", False)
+    target = tiny("llama", num_hidden_layers=4)
+    drafter: Any = drafters(target)[name]()
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=4, max_batch_size=2)
+    params = engine.SamplingParams(temperature=temperature, top_p=0.9, seed=1, max_new_tokens=12)
+    before, propose, checked = llm.generate([[1, 2, 1], [4, 5, 6]], params), drafter.propose, []
+
+    def watched(*args: Any) -> Any:
+        checked.append(drafter.graph_key())
+        with NothingForTheHost():
+            return propose(*args)
+
+    drafter.propose = watched
+    assert [o.token_ids for o in llm.generate([[1, 2, 1], [4, 5, 6]], params)] == [o.token_ids for o in before]
+    assert checked and None not in checked
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+HALF = [1.0] * 4  # of the 8 dimensions of a head
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": HALF, "long_factor": HALF}
+LONGROPE = {"rope_parameters": {**LONG, "original_max_position_embeddings": 48}, "max_position_embeddings": 96}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "captured"),
+    [
+        *((name, {}, name != "falcon") for name in CONFIGS),
+        ("llama", DYNAMIC, False),
+        ("phi3", LONGROPE, True),
+    ],
+)
+def test_a_model_that_needs_the_host_is_not_captured(
+    name: str, changes: dict[str, Any], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny(name, dtype=torch.float32, **changes)
+    llm = engine.load(target, num_draft_tokens=4, max_batch_size=2)
+    params = engine.SamplingParams(max_new_tokens=8)
+    before, verify = llm.generate([[1, 2, 1], [4, 5, 6]], params), round.verify_and_commit
+
+    def watched(*args: Any) -> Any:
+        with NothingForTheHost():
+            return verify(*args)
+
+    monkeypatch.setattr(round, "verify_and_commit", watched)
+    assert llm._target.capturable == captured
+    if captured:
+        assert [o.token_ids for o in llm.generate([[1, 2, 1], [4, 5, 6]], params)] == [o.token_ids for o in before]
+    else:
+        with pytest.raises(AssertionError, match="aten::"):
+            llm.generate([[1, 2, 1], [4, 5, 6]], params)
+
+
+def test_a_draft_model_that_needs_the_host_is_not_captured() -> None:
+    target = tiny("llama")
+    llm = engine.load(target, drafter=tiny("falcon"), num_draft_tokens=2)
+    graphs = with_graphs(llm, late=False)
+    assert llm.generate([3, 4, 5], engine.SamplingParams(max_new_tokens=20)).token_ids == greedy(target, [3, 4, 5], 20)
+    assert not graphs
 
 
 def test_what_a_drafter_does_in_python_is_not_needed_again() -> None:
@@ -148,6 +294,37 @@ def test_what_a_drafter_does_in_python_is_not_needed_again() -> None:
         drafter.propose = watched  # type: ignore[method-assign]
         llm.generate([[5, 6, 7]], engine.SamplingParams(max_new_tokens=8))
         assert changes and not any(changes)
+
+
+def test_a_draft_model_can_be_asked_once_more_in_a_round() -> None:
+    """As it is where a capture fails, which has done nothing on the device: what it has to make up for is still known."""
+    target = tiny("llama")
+    drafter = engine.DraftModel(target)
+    state = engine.load(target, drafter=drafter)._server._state
+    view, one = state.select(slice(0, 1), max_text_length=20, max_limit=40), torch.zeros(1)
+    for missed in range(3):  # rounds without drafts
+        assert [drafter._unread(view)[2] for _ in range(2)] == [2 + min(missed, 1)] * 2  # it made up for those before
+        drafter.observe(view, Verdict(torch.tensor([[3]]), one.int(), one))
+
+
+def test_its_device_is_the_current_one_while_the_engine_works_and_not_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, seen = [], []
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr("engine.serving.on_device", on_device)
+    target = tiny("llama")
+    llm = engine.load(target, drafter=perturbed(target, 0.05))
+    hook = target.register_forward_hook(lambda *_: seen.append(list(entered)))
+    llm.warmup()
+    for _ in llm.stream([5, 6, 7], engine.SamplingParams(max_new_tokens=10)):
+        assert not entered
+    hook.remove()
+    assert len(seen) > 2 and all(devices == [torch.device("cpu")] for devices in seen)
 
 
 def test_without_graphs_the_round_is_read_late_or_not_alike() -> None:

@@ -8,11 +8,12 @@ import pytest
 import smollm2
 import torch
 from tiny_models import greedy, perturbed, tiny
-from tiny_tokenizer import VOCAB, byte_tokenizer
+from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
 from transformers import AutoConfig, PreTrainedModel
 
 import engine
 from engine import gguf as conversion
+from engine.engine import eos_token_ids
 
 PARAMS = engine.SamplingParams(max_new_tokens=6)
 
@@ -52,6 +53,11 @@ def test_live_model_keeps_its_dtype_and_device(target: PreTrainedModel) -> None:
     assert engine.load(target).target_model is target
     with pytest.raises(ValueError, match="device must be 'auto' for a live target"):
         engine.load(target, device="cuda")
+    assert engine.load(target, dtype="float32").target_model is target
+    with pytest.raises(
+        ValueError, match=r"dtype must be 'auto' for a live target, which is in torch\.float32, got 'float16'"
+    ):
+        engine.load(target, dtype="float16")
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,13 @@ def test_live_models_that_cannot_work_are_refused() -> None:
     other.config._attn_implementation = "flash_attention_2"
     with pytest.raises(engine.UnsupportedModelError, match="'sdpa' or 'eager'"):
         engine.load(other)
+    spread = tiny("llama")
+    spread.model.layers[1].to("meta")  # type: ignore[union-attr, operator]
+    rule = r"must have all parameters on one device, and none on 'meta', got \['cpu', 'meta'\]"
+    with pytest.raises(engine.UnsupportedModelError, match=f"target {rule}"):
+        engine.load(spread)
+    with pytest.raises(engine.UnsupportedModelError, match=f"drafter {rule}"):
+        engine.load(tiny("llama"), drafter=engine.DraftModel(spread))
 
 
 def test_an_unknown_architecture_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,26 +171,26 @@ def test_gguf_is_converted_once_and_mended(monkeypatch: pytest.MonkeyPatch, tmp_
     """With a stand-in for the conversion itself, which takes 20 s."""
     source = tmp_path / "model.gguf"
     source.write_bytes(b"GGUF" + bytes(range(256)) * 1000)
-    monkeypatch.setattr(conversion, "_check_file", lambda path: None)
+    monkeypatch.setattr(conversion, "_check_file", lambda path, role: None)
     monkeypatch.setenv(conversion.CACHE_VARIABLE, str(tmp_path / "cache"))
     made = []
 
-    def convert(path: Path, dtype: torch.dtype, folder: Path) -> None:
+    def convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
         made.append(dtype)
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"weights" * 1000)
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(conversion, "_convert", convert)
-    folder = conversion.converted(source, torch.bfloat16)
-    assert conversion.converted(source, torch.bfloat16) == folder
+    folder = conversion.converted(source, torch.bfloat16, "target")
+    assert conversion.converted(source, torch.bfloat16, "target") == folder
     assert made == [torch.bfloat16]
-    assert conversion.converted(source, torch.float32) != folder
+    assert conversion.converted(source, torch.float32, "target") != folder
 
     def damage(name: str, content: bytes | None) -> None:
         made.clear()
         (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
-        assert conversion.converted(source, torch.bfloat16) == folder
+        assert conversion.converted(source, torch.bfloat16, "target") == folder
         assert made == [torch.bfloat16]
         assert (folder / "model.safetensors").read_bytes() == b"weights" * 1000
 
@@ -187,14 +200,14 @@ def test_gguf_is_converted_once_and_mended(monkeypatch: pytest.MonkeyPatch, tmp_
     damage("manifest.json", b"{")
     damage("manifest.json", None)
 
-    def fail(path: Path, dtype: torch.dtype, folder: Path) -> None:
+    def fail(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise OSError("No space left on device")
 
     monkeypatch.setattr(conversion, "_convert", fail)
     with pytest.raises(OSError, match="No space"):
-        conversion.converted(source, torch.float16)
+        conversion.converted(source, torch.float16, "target")
     left = [path.name for path in (tmp_path / "cache").iterdir()]
     assert len(left) == 2 and not any("float16" in name.replace("bfloat16", "") for name in left)
 
@@ -223,6 +236,13 @@ def test_damaged_gguf(damage: str, tmp_path: Path) -> None:
         engine.load(path)
 
 
+def test_a_drafter_that_is_no_gguf_file(target: PreTrainedModel, tmp_path: Path) -> None:
+    path = tmp_path / "draft.gguf"
+    path.write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"^drafter must be a GGUF file, got .*draft\.gguf"):
+        engine.load(target, drafter=str(path))
+
+
 def test_eos_tokens_come_from_the_generation_config(folder: Path) -> None:
     config = folder / "generation_config.json"
     content = json.loads(config.read_text()) if config.exists() else {}
@@ -232,3 +252,42 @@ def test_eos_tokens_come_from_the_generation_config(folder: Path) -> None:
     output = engine.load(folder).generate("abc", PARAMS)
     assert output.finish_reason == "eos"
     assert output.token_ids == said[: said.index(said[2]) + 1]
+
+
+@pytest.mark.parametrize(
+    ("own", "configs", "expected"),
+    [
+        (None, 3, set()),  # as the user said
+        (4, 3, {4}),
+        ([4, 5], None, {4, 5}),
+        ({4, 5}, None, {4, 5}),
+        (torch.tensor([4, 5]), None, {4, 5}),
+        (torch.tensor(4), None, {4}),
+        (None, None, {EOS}),  # the tokenizer's
+    ],
+)
+def test_where_texts_end(own: object, configs: object, expected: set[int]) -> None:
+    model = tiny("llama")
+    model.config.eos_token_id = configs
+    model.generation_config.eos_token_id = own
+    assert eos_token_ids(model, byte_tokenizer()) == expected
+    model.generation_config = None
+    assert eos_token_ids(model, byte_tokenizer()) == ({EOS} if configs is None else {configs})
+
+
+def test_damaged_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ValueError, match=f"^target must have an intact tokenizer; reading that of {folder} failed"):
+        engine.load(folder)
+    with pytest.raises(ValueError, match=f"^tokenizer must have an intact tokenizer; reading that of {folder} failed"):
+        engine.load(tiny("llama"), tokenizer=folder)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "mps", "meta"])
+def test_devices_that_are_not_there_are_refused_before_weights_are_read(folder: Path, device: str) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"device must be 'cpu' or one of the CUDA devices .* got '{device}'"):
+        engine.load(folder, device=device)
+    if device == "meta":
+        with pytest.raises(ValueError, match="target must be on a CPU or a CUDA device, got one on meta"):
+            engine.load(tiny("llama").to("meta"))

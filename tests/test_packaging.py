@@ -72,6 +72,11 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert kernels
     assert {name for name in names if name.endswith(".py")} == modules(ROOT / "engine", "engine") | kernels
     assert "engine/py.typed" in names
+    heads = [path.parent.name for path in (ROOT / "engine" / "heads").glob("*/config.json")]
+    assert heads
+    for head in heads:
+        for file in ("config.json", "model.safetensors", "README.md"):
+            assert f"engine/heads/{head}/{file}" in names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"engine"}
 

@@ -124,6 +124,7 @@ def test_our_own_prompts() -> None:
     [
         ('{"question_id": 1, "category": "a", "turns"', "must be a JSON object, but: "),
         ("[1]", "must be a JSON object, got list"),
+        ("[" * 100_000 + "]" * 100_000, "must be a JSON object, but: "),
         ('{"category": "a", "turns": ["b"]}', 'must have a "question_id" that is a number or a string, got None'),
         ('{"question_id": 1, "category": "", "turns": ["b"]}', """must have a "category" that is a string, got ''"""),
         ('{"question_id": 1, "category": "a", "turns": []}', r'must have "turns", a list of strings, got \[\]'),
@@ -134,6 +135,15 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, complaint: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"question_id": 1, "category": "a", "turns": ["b"]}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=f"prompts.jsonl:3 {complaint}"):
+        read_prompts(path)
+
+
+def test_only_line_feeds_end_lines(tmp_path: Path) -> None:
+    path, line = tmp_path / "prompts.jsonl", '{"question_id": 1, "category": "a", "turns": ["b\u2028c\x85"]}'
+    path.write_bytes(f"\ufeff{line}\r\n{line}".encode())
+    assert [prompt.turns for prompt in read_prompts(path)] == [("b\u2028c\x85",)] * 2
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl must be UTF-8 text"):
         read_prompts(path)
 
 

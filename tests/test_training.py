@@ -83,7 +83,9 @@ def with_options(whole: Path, out: Path, **changes: Any) -> Path:
     """Work before the training, under other options, on which it does not depend."""
     copy_of(whole, out, *TRAINING)
     settings = json.loads((whole / "work" / "settings.json").read_text())
-    (out / "work" / "settings.json").write_text(json.dumps(settings | changes))
+    chosen = dataclasses.asdict(options(settings["target"], **changes))
+    changed = {name: chosen.get(name, value) for name, value in settings.items()}
+    (out / "work" / "settings.json").write_text(json.dumps(changed))
     return out
 
 
@@ -123,6 +125,7 @@ def test_a_run_from_prompts_to_a_drafter(name: str, target: Path, whole: Path, t
     assert drafted == texts_of(target, None)[0]
     card = (out / "README.md").read_text()
     assert f"method: {METHODS[name].get('method', 'eagle3')}" in card and "228 to learn from, 60 held back" in card
+    assert "`python -m engine generate --chat --target TARGET" in card
     assert ("freeze_head" in card) == name.startswith("eagle3")
 
 
@@ -306,7 +309,9 @@ def test_a_disk_that_is_full_when_a_later_checkpoint_is_due(
 @pytest.mark.parametrize("method", ["medusa", pytest.param("mlp", marks=pytest.mark.slow), "draft-model"])
 def test_a_disk_that_is_full_when_a_drafter_is_saved(method: str, target: Path, whole: Path, tmp_path: Path) -> None:
     """The log (3 kB) finds room, the weights do not."""
-    changes = dict(method=method, epochs=1, num_layers=2)
+    changes: dict[str, Any] = dict(method=method, epochs=1)
+    if method == "draft-model":
+        changes["num_layers"] = 2
     short, out = options(target, **changes), with_options(whole, tmp_path / "out", **changes)
     train_drafter(PROMPTS, out, short)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -357,6 +362,25 @@ def test_a_training_that_diverges(target: Path, whole: Path, tmp_path: Path) -> 
         train_drafter(PROMPTS, out, options(target, learning_rate=1e38))
 
 
+@pytest.mark.usefixtures("no_plot")
+def test_a_training_that_diverges_in_its_last_step(
+    target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss was a number before that step, and the drafter is none after it."""
+    out = copy_of(whole, tmp_path / "out", *TRAINING)
+    monkeypatch.setattr(loop, "evaluate", lambda module, found: {"loss": float("nan"), "acceptance": []})
+    with pytest.raises(
+        engine.EngineError, match="the validation loss is nan after epoch 1: give a lower learning_rate"
+    ):
+        train_drafter(PROMPTS, out, options(target))
+    assert not (out / "config.json").exists()
+
+
+def test_a_folder_that_cannot_be_made(target: Path) -> None:
+    with pytest.raises(OSError, match=r"^out must be a folder that can be made and written to, got /proc/drafter: "):
+        train_drafter(PROMPTS, "/proc/drafter", options(target))
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -372,10 +396,23 @@ def test_a_training_that_diverges(target: Path, whole: Path, tmp_path: Path) -> 
         ({"validation_share": float("nan")}, r"validation_share must be in \(0, 1\), got nan"),
         ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, got 0.0"),
         ({"learning_rate": float("inf")}, "learning_rate must be a finite number > 0, got inf"),
-        ({"temperatures": ()}, r"temperatures must be at least one finite number, all >= 0, got \[\]"),
-        ({"temperatures": (0.0, -1.0)}, r"temperatures must be .* all >= 0, got \[0.0, -1.0\]"),
+        (
+            {"temperatures": ()},
+            r"temperatures must be a list of at least one finite number, all >= 0 and <= 3e\+38, got \(\)",
+        ),
+        ({"temperatures": (0.0, -1.0)}, r"temperatures must be .* all >= 0 and <= 3e\+38, got \(0.0, -1.0\)"),
+        (
+            {"temperatures": 0.7},
+            r"temperatures must be a list of at least one finite number, all >= 0 and <= 3e\+38, got 0.7",
+        ),
+        ({"layers": 3}, "layers must be a list of ints, got 3"),
         ({"chat": "no"}, "chat must be True or False, got 'no'"),
         ({"start_from": "head", "method": "mlp"}, "start_from must be None for the method mlp, got 'head'"),
+        (
+            {"freeze_head": True, "method": "medusa"},
+            "freeze_head must be False for the method medusa, got True: it is an option of eagle3",
+        ),
+        ({"num_layers": 2}, "num_layers must be 4 for the method eagle3, got 2: it is an option of draft-model"),
         ({"freeze_head": 1}, "freeze_head must be True or False, got 1"),
     ],
 )
@@ -401,7 +438,7 @@ def test_bad_options(changes: dict[str, Any], message: str) -> None:
 def test_bad_input_is_refused_before_any_work(
     prompts: Any, changes: dict[str, Any], message: str, target: Path, tmp_path: Path
 ) -> None:
-    chosen = dataclasses.replace(options(target), **changes)
+    chosen = options(**{"target": target, **changes})
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train_drafter(prompts, tmp_path / "out", chosen)
     assert not (tmp_path / "out").exists()

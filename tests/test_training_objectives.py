@@ -16,9 +16,9 @@ from engine.training.answers import Answer
 from engine.training.batches import Batch, batches, collate
 from engine.training.eagle3 import Eagle3Training, Unroll
 from engine.training.eagle3_files import save_eagle3
-from engine.training.heads import DraftModelTraining, HeadTraining, MedusaTraining, MlpTraining
 from engine.training.hidden import Text, keep_hidden_states, read_texts
 from engine.training.loop import acceptance, evaluate, learning_rate
+from engine.training.objectives import STEP_DECAY, DraftModelTraining, HeadTraining, MedusaTraining, MlpTraining
 from engine.training.run import frequent_tokens
 from engine.training.soft_labels import SoftLabels
 from engine.training.target_head import TargetHead
@@ -161,7 +161,7 @@ def textbook(
                     outcomes[step][0] += stands
                     stands = stands and int(ids[logits.argmax()]) == int(wanted.argmax())
                     outcomes[step][1] += stands
-    loss = sum(module.step_decay**step * torch.stack(found).mean() for step, found in enumerate(losses))
+    loss = sum(STEP_DECAY**step * torch.stack(found).mean() for step, found in enumerate(losses))
     return float(loss), outcomes
 
 

@@ -1,7 +1,6 @@
 """What the tests of training share: a tiny target with a tokenizer, prompts, and options of a run that takes a second."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ from tiny_models import tiny
 from tiny_tokenizer import VOCAB as BYTES
 from tiny_tokenizer import byte_tokenizer
 
-from engine.training.options import TrainingOptions
+from engine.training.options import ONLY_FOR, TrainingOptions
 
 PROMPTS = [f"{word} {number}" for number in range(6) for word in ("one", "and two", "three?", "the four")]
-SMALL = TrainingOptions(
-    "eagle3", "target", max_new_tokens=12, max_length=48, batch_size=4, validation_share=0.2, draft_vocab_size=100,
-    num_steps=3, num_layers=1, epochs=2, learning_rate=5e-3, tokens_per_batch=160,
+SMALL = dict(
+    max_new_tokens=12, max_length=48, batch_size=4, validation_share=0.2, draft_vocab_size=100, num_steps=3, num_layers=1,
+    epochs=2, learning_rate=5e-3, tokens_per_batch=160,
 )  # fmt: skip
 
 
@@ -26,8 +25,10 @@ def write_target(folder: Path, name: str = "llama", **changes: Any) -> Path:
     return folder
 
 
-def options(target: Path, **changes: Any) -> TrainingOptions:
-    return replace(SMALL, target=str(target), **changes)
+def options(target: Path | str, method: str = "eagle3", **changes: Any) -> TrainingOptions:
+    """The small ones that the method has, with changes."""
+    own: dict[str, Any] = {name: value for name, value in SMALL.items() if method in ONLY_FOR.get(name, (method,))}
+    return TrainingOptions(method, str(target), **{**own, **changes})
 
 
 def log_of(out: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 import engine
 from bench.throughput.options import Options
 from engine.demo_prompts import find_model
+from engine.engine import eos_token_ids
 from engine.terminal import loading
 
 TARGET = ""  # the key of the target among the models; draft models go by the name that the user gave
@@ -104,12 +105,3 @@ def load_bed(options: Options, dtype: str) -> Bed:
 def _load(source: str, dtype: Any, device: str) -> engine.Engine:
     with loading(source, note=True):
         return engine.load(source, drafter=None, dtype=dtype, device=device, max_batch_size=1)
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Where the engine ends a text: as the generation config says, else the model's config, else the tokenizer."""
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, list | tuple) else [ids])
-    return frozenset()

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.throughput.options import BASELINES, RULES, Options
+from bench.throughput.options import BASELINES, Options
 from bench.throughput.presets import PRESETS
+from engine.config import VERIFICATION_METHODS
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     models.add_argument(
         "--num-draft-tokens", "-k", nargs="+", type=_number_or_auto, metavar="K", help="tokens drafted in a round"
     )
-    models.add_argument("--verification", nargs="+", metavar="RULE", help=", ".join(RULES))
+    models.add_argument("--verification", nargs="+", metavar="RULE", help=", ".join(VERIFICATION_METHODS))
     models.add_argument(
         "--dtypes", nargs="+", metavar="DTYPE", help="auto (the checkpoint's own), bfloat16, float32, ..."
     )

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from bench.throughput.prompts import OWN_PROMPTS, TEMPLATES
+from engine.config import VERIFICATION_METHODS
 from engine.drafters.named import is_location, label, named, split_stages
+from engine.hub import may_be_hub_id
 
 BASELINES = ("plain", "lookup", "assistant", "compiled", "no-cache", "flashspec", "economize")
 DEFAULT_BASELINES = ("plain", "lookup", "assistant", "compiled", "flashspec", "economize")
-RULES = ("rejection", "block", "coupled")
 DRAFTS = ("own", "greedy", "sampled")
 # What the script itself passes to engine.load.
 _OWN_LOAD_OPTIONS = {
@@ -26,8 +27,8 @@ _OWN_LOAD_OPTIONS = {
     "max_batch_size",
     "dtype",
     "device",
+    "tokenizer",
 }
-_OWN_LOAD_OPTIONS |= {"tokenizer"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Options:
         for temperature in self.temperatures:
             if not math.isfinite(temperature) or temperature < 0:
                 raise ValueError(f"temperatures must be finite numbers >= 0, got {temperature}")
-        for name, allowed in (("verification", RULES), ("drafts", DRAFTS), ("baselines", BASELINES)):
+        for name, allowed in (("verification", VERIFICATION_METHODS), ("drafts", DRAFTS), ("baselines", BASELINES)):
             for value in getattr(self, name):
                 if value not in allowed:
                     raise ValueError(f"{name} must be of {', '.join(allowed)}, got {value!r}")
@@ -161,12 +162,8 @@ def _at_least_one(name: str, value: int) -> None:
 
 
 def check_source(role: str, source: str) -> None:
-    """Raise FileNotFoundError for what was meant as a path and does not exist; a hub id is "name" or "owner/name"."""
-    path = Path(source).expanduser()
-    meant_as_path = (
-        path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or path.suffix == ".gguf"
-    )
-    if not source or (meant_as_path and not path.exists()):
+    """Raise FileNotFoundError for what was meant as a path and does not exist."""
+    if not may_be_hub_id(source) and not (source and Path(source).expanduser().exists()):
         raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}")
 
 

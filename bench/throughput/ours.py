@@ -14,14 +14,6 @@ from bench.throughput.synthetic import SyntheticDrafter
 NOT_REAL = "not a real drafter"
 
 
-class GreedyDrafts(engine.DraftModel):
-    """Drafts the draft model's likeliest tokens, whatever the temperature: one-hot drafts."""
-
-    def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
-        cold = replace(state, temperature=torch.zeros_like(state.temperature), all_greedy=True, filtered=False)
-        return engine.Proposal(super().propose(cold, num_draft_tokens).tokens)
-
-
 class SampledDrafts(engine.DraftModel):
     """Draws drafts at temperature 1 for a greedy target, for which any draft is as good as its token."""
 
@@ -92,8 +84,10 @@ class Ours(Method):
             return SyntheticDrafter(synthetic_acceptance(self.drafter), bed.vocab_size, self._seed)
         if self.drafter not in bed.ours:
             return self.drafter
-        kind = {"own": engine.DraftModel, "greedy": GreedyDrafts, "sampled": SampledDrafts}[self.drafts]
-        return kind(*bed.ours[self.drafter])
+        model, tokenizer = bed.ours[self.drafter]
+        if self.drafts == "sampled":
+            return SampledDrafts(model, tokenizer)
+        return engine.DraftModel(model, tokenizer, greedy=self.drafts == "greedy")
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         params = [

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.prompt_files import read_lines
+
 OWN_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
 TEMPLATES = ("auto", "chat", "raw")
 
@@ -34,8 +36,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"prompts must be an existing file, got {path}")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    prompts = [_prompt(line, index, f"{path}:{index + 1}") for index, line in enumerate(lines) if line.strip()]
+    lines = enumerate(read_lines(str(path)))
+    prompts = [_prompt(line, index, f"{path}:{index + 1}") for index, line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"prompts must hold at least one prompt, but {path} is empty")
     return prompts
@@ -44,7 +46,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _prompt(line: str, index: int, where: str) -> Prompt:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} must be a JSON object, but: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where} must be a JSON object, got {type(record).__name__}")

@@ -74,7 +74,9 @@ class Summary:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Means over the rows, weighted by their rounds."""
+        """[i]: of a row's rounds that proposed an (i+1)-th token, the share that took it; mean of the rows that had such rounds,
+        weighted by all their rounds.
+        """
         rows = [row for row in self.rows if row["acceptance_per_position"]]
         longest = max((len(row["acceptance_per_position"]) for row in rows), default=0)
         means = []

@@ -24,11 +24,10 @@ SYNTHETIC_NOTE = """\
 **"not a real drafter"**: it knows plain's text and corrupts it, each token with a given probability. Its rows say what the
 engine costs at a given acceptance, and nothing of what a drafter reaches."""
 PARTS_NOTE = """\
-Times of a round of the whole batch, mean of a call and median of the calls. *overhead*: all that is neither prefill, nor drafting, nor the target's call with its
-verification. *draft token / plain step*: seconds to draft a token, K in a round, divided by those of a round of plain
-decoding: the cost ratio c of Leviathan et al. *acceptance by position*: of rounds that proposed an i-th token, how many took
-it."""
-
+Times of a round of the whole batch, mean of a call and median of the calls. *overhead*: all that is neither prefill, nor
+drafting, nor the target's call with its verification. *draft token / plain step*: seconds to draft a token, K in a round,
+divided by those of a round of plain decoding: the cost ratio c of Leviathan et al. *acceptance by position*: of a row's rounds
+that proposed an i-th token, the share that took it; mean of the rows that had such rounds, weighted by all their rounds."""
 
 PLOTS_NOTE = """\
 Dashed in the plots against K: the tokens per target call that equation 1 of Leviathan et al. (arXiv 2211.17192) expects of

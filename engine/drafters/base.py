@@ -10,7 +10,7 @@ class Drafter(Protocol):
     """Proposes tokens for a batch of rows. Everything it needs is in the state; nothing may wait for the device.
 
     One that works with the target has `attach(target: RaggedModel)`, called once before all else: the place to ask for
-    hidden states (`target.keep_hidden_states`).
+    hidden states (`target.keep_hidden_states`). It serves the engine that it was attached to last.
 
     A drafter that keeps something per row keeps it per slot: `state.rows` are the slots of a state's rows.
 
@@ -18,6 +18,9 @@ class Drafter(Protocol):
     depends on beside the tensors that it reads in place, and None asks for an eager call. What `propose` does in Python is
     then not done again; `observe` is never captured. `reserve(length)`, if there is one, is called before rows of that
     length come.
+
+    `observes_width_only = True` says that `observe` looks at nothing but how many columns the verdict's tokens have: a
+    cascade on a GPU then makes nothing else for it.
 
     `ends_early(state) -> bool`, if there is one, says that `propose` itself stops where drafting on would not pay: "auto"
     then asks for as many drafts as there may be. `steps(state, num_draft_tokens)` gives the columns of `propose` one by one

@@ -17,9 +17,8 @@ from torch.nn.functional import pad
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
 from .base import Drafter
-from .hidden_head import nothing, side_by_side
-from .lookup import LookupDrafter, Tokens, slots, texts
-from .merged import merged, padded
+from .lookup import LookupDrafter, Tokens, texts
+from .proposals import merged, nothing, padded, side_by_side
 
 
 class CascadeDrafter:
@@ -132,6 +131,11 @@ class CascadeDrafter:
             rounds = self._longest if most else 1
             drafts = [torch.full_like(verdict.tokens[:, 1:], -1)] * len(self.stages) if most else []
         for stage, own in zip_longest(self.stages, drafts):
+            if rounds is not None and getattr(stage, "observes_width_only", False):  # each tensor would be a launch
+                narrow = verdict._replace(tokens=verdict.tokens[:, :1])
+                for each in [verdict] * (own is not None) + [narrow] * rounds:
+                    stage.observe(state, each)
+                continue
             for seen in _as_seen_by(own, state, verdict, rounds):
                 stage.observe(*seen)
         return None
@@ -152,7 +156,7 @@ class _Behind:
     def __init__(
         self, lookups: Sequence[LookupDrafter], state: BatchState, num_draft_tokens: int, open_rows: Tensor
     ) -> None:
-        self._lookups, self._slots = lookups, slots(state)
+        self._lookups, self._slots = lookups, state.slots
         rows = (open_rows[:, 0] & state.active).nonzero()[:, 0].tolist()
         whole = texts(state)
         self._texts = {row: whole[row] for row in rows}  # with the drafts; of rows that are still looked for

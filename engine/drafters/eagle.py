@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from ..backend import DRAFT, SAMPLE, RowStats, sample
+from ..config import check_bool, check_instance, is_number
 from ..model import RaggedModel
 from ..packing import pack_linears
 from ..state import BatchState, Proposal, Verdict
 from .eagle_files import build
 from .eagle_model import EagleModel
 from .head_files import HeadFiles, read_head
-from .hidden_head import nothing, side_by_side
+from .proposals import confidence, nothing, side_by_side
 
 # Where a draft is less likely than this to be accepted, the next is not worth a step of a tenth of a target call.
 MIN_REACH = 0.2
@@ -39,6 +40,8 @@ class EagleDrafter:
         ValueError: naming the argument, the value and the rule.
     """
 
+    observes_width_only = True  # see `Drafter`
+
     def __init__(
         self,
         model: EagleModel,
@@ -47,9 +50,9 @@ class EagleDrafter:
         min_reach: float = MIN_REACH,
         source: Any = "drafter",
     ) -> None:
-        if not isinstance(greedy, bool):
-            raise ValueError(f"greedy must be True or False, got {greedy!r}")
-        if not isinstance(min_reach, int | float) or not 0 <= min_reach <= 1:
+        check_instance("model", model, EagleModel)
+        check_bool("greedy", greedy)
+        if not is_number(min_reach) or not 0 <= min_reach <= 1:
             raise ValueError(f"min_reach must be in [0, 1], got {min_reach!r}")
         count = model.config.num_features if model.config.eagle == 3 else 1
         if layers is not None and len(layers) != count:
@@ -162,9 +165,9 @@ class EagleDrafter:
             tokens, logits, stats = self._draw(state, self.model.logits(hidden), step)
             drafts = tokens.where(can_draft, -1)
             if one_hot:  # the stats of greedy rows: the largest logit, and the lse of all at temperature 1
-                confidence = (stats.threshold - stats.lse).exp()
-                yield Proposal(drafts, confidence=confidence.nan_to_num(0.0).clamp(max=1 - 1e-6))
-                reach = reach * confidence
+                sure = confidence(stats.threshold - stats.lse)
+                yield Proposal(drafts, confidence=sure)
+                reach = reach * sure
                 if state.can_look and not bool((reach[state.active] >= self.min_reach).any()):
                     return
             elif state.coupled:
@@ -187,7 +190,9 @@ class EagleDrafter:
 
         None before there are hidden states: nothing is drafted then, and no buffers are made.
         """
-        return (self.ragged.cache.capacity, self._behind) if self._hidden.states.numel() else None
+        if not self._hidden.states.numel() or not self.ragged.capturable:
+            return None
+        return self.ragged.cache.capacity, self._behind
 
     def _catch_up(self, state: BatchState) -> Tensor:
         """Read the positions that got their hidden states since the last draft; the feature [B, 1, H] after the last."""

@@ -1,6 +1,7 @@
 """Checkpoints of learned drafters: a folder with a config.json and weights, whose tensors must be the expected ones."""
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
@@ -60,6 +61,39 @@ def read_head(folder: Path) -> HeadFiles:
             raise ValueError(f"drafter must be an intact checkpoint; reading {file} failed: {error}") from error
         tensors |= {name: value for name, value in dict(found).items() if isinstance(value, Tensor)}
     return HeadFiles(folder, read_config(folder), tensors)
+
+
+def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file_name: str) -> None:
+    """A checkpoint that `read_head` reads. Both files are complete before either takes its place.
+
+    Args:
+        folder: made if it is not there; what it holds under these names is replaced.
+        file_name: of the weights, ending in .safetensors.
+
+    Raises:
+        ValueError: if it holds other *.safetensors files, which would be read with this one.
+        OSError: if there is no room; the folder then holds what it held before.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    others = sorted(path.name for path in folder.glob("*.safetensors") if path.name != file_name)
+    if others:
+        raise ValueError(f"folder must hold no other *.safetensors than {file_name}, got {folder} with {others}")
+    whole = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    dtype = next((str(value.dtype) for value in whole.values() if value.is_floating_point()), "")
+    config = {key: dtype.removeprefix("torch.") if key in ("dtype", "torch_dtype") else config[key] for key in config}
+    new = {folder / file_name: folder / f".{file_name}.new", folder / "config.json": folder / ".config.json.new"}
+    weights, text = new.values()
+    try:
+        save_file(whole, weights, metadata={"format": "pt"})
+        text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for place, complete in new.items():
+            os.replace(complete, place)
+    except SafetensorError as error:  # its own kind of error for a full disk
+        raise OSError(f"{weights} could not be written: {error}") from error
+    finally:
+        for complete in new.values():
+            complete.unlink(missing_ok=True)
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: Path, optional: Collection[str] = ()) -> list[str]:

@@ -1,23 +1,18 @@
 """What drafters share that read one hidden state of the target and keep nothing themselves."""
 
-import json
-import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..backend import DRAFT, SAMPLE, RowStats, row_stats, sample
+from ..backend import DRAFT, SAMPLE, sample
+from ..config import check_bool, check_instance
 from ..model import RaggedModel
 from ..packing import pack_linears
 from ..state import BatchState, Proposal, Verdict
 from .head_files import HeadFiles, read_head
-
-_BELOW_ONE = 1 - 2**-24  # the largest float32
+from .proposals import likeliest
 
 
 class HeadModel(nn.Module):
@@ -52,10 +47,11 @@ class HiddenHeadDrafter:
     """
 
     model: Any
+    observes_width_only = True  # see `Drafter`
 
     def __init__(self, model: HeadModel, greedy: bool, source: Any) -> None:
-        if not isinstance(greedy, bool):
-            raise ValueError(f"greedy must be True or False, got {greedy!r}")
+        check_instance("model", model, HeadModel)
+        check_bool("greedy", greedy)
         self.model, self.greedy, self._source = model, greedy, source
         self._target: RaggedModel | None = None
 
@@ -112,62 +108,10 @@ class HiddenHeadDrafter:
         """Drafts from rows [B, W, V], the first of which is for draft number `step`."""
         can_draft = (state.seq_lens > 0)[:, None]
         if self.greedy or state.all_greedy:
-            likeliest = row_stats(logits)
-            tokens = likeliest.argmax.where(likeliest.lse.isfinite() & can_draft, -1)
-            chosen = logits.gather(-1, likeliest.argmax[..., None])[..., 0]
-            confidence = (chosen.float() - likeliest.lse.float()).exp().nan_to_num(0.0)
-            return Proposal(tokens, confidence=confidence.clamp(0, _BELOW_ONE))
+            proposal = likeliest(logits)
+            return proposal._replace(tokens=proposal.tokens.where(can_draft, -1))
         origin, stream = (None, SAMPLE) if state.coupled else (state.position, DRAFT)
         position = state.position + step
         draws = sample(logits, **state.sampling, seed=state.seed, position=position, origin=origin, stream=stream)
         tokens = draws.tokens.where(can_draft, -1)
         return Proposal(tokens) if state.coupled else Proposal(tokens, logits, draws.stats)
-
-
-def nothing(state: BatchState) -> Proposal:
-    """The empty proposal."""
-    return Proposal(state.tokens[:, :0])
-
-
-def side_by_side(steps: Sequence[Proposal]) -> Proposal:
-    """One proposal [B, K] of one-column ones, which all have the same fields."""
-    tokens, logits, stats, confidence = zip(*steps, strict=True)
-    return Proposal(
-        torch.cat(tokens, dim=1),
-        None if logits[0] is None else torch.cat(logits, dim=1),
-        None if stats[0] is None else RowStats(*(torch.cat(field, dim=1) for field in zip(*stats, strict=True))),
-        None if confidence[0] is None else torch.cat(confidence, dim=1),
-    )
-
-
-def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file_name: str) -> None:
-    """A checkpoint that `read_head` reads. Both files are complete before either takes its place.
-
-    Args:
-        folder: made if it is not there; what it holds under these names is replaced.
-        file_name: of the weights, ending in .safetensors.
-
-    Raises:
-        ValueError: if it holds other *.safetensors files, which would be read with this one.
-        OSError: if there is no room; the folder then holds what it held before.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    others = sorted(path.name for path in folder.glob("*.safetensors") if path.name != file_name)
-    if others:
-        raise ValueError(f"folder must hold no other *.safetensors than {file_name}, got {folder} with {others}")
-    whole = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    dtype = next((str(value.dtype) for value in whole.values() if value.is_floating_point()), "")
-    config = {key: dtype.removeprefix("torch.") if key in ("dtype", "torch_dtype") else config[key] for key in config}
-    new = {folder / file_name: folder / f".{file_name}.new", folder / "config.json": folder / ".config.json.new"}
-    weights, text = new.values()
-    try:
-        save_file(whole, weights, metadata={"format": "pt"})
-        text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        for place, complete in new.items():
-            os.replace(complete, place)
-    except SafetensorError as error:  # its own kind of error for a full disk
-        raise OSError(f"{weights} could not be written: {error}") from error
-    finally:
-        for complete in new.values():
-            complete.unlink(missing_ok=True)

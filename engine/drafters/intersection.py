@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..config import check_instance
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
 from .model import DraftModel
@@ -35,7 +36,7 @@ class IntersectionDraftModel(DraftModel):
         greedy: see `DraftModel`.
 
     Raises:
-        ValueError: for a tokenizer that is None; by `attach`, for vocabularies that share nothing.
+        ValueError: for a tokenizer that is none; by `attach`, for vocabularies that share nothing.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, target_tokenizer: Any, greedy: bool = False) -> None:
@@ -93,7 +94,8 @@ class IntersectionDraftModel(DraftModel):
 
 
 def check_tokenizers(tokenizer: Any, target_tokenizer: Any) -> None:
-    """Raise a ValueError if one is missing."""
+    """Raise a ValueError if one is missing, or is something else."""
     for name, value in (("tokenizer", tokenizer), ("target_tokenizer", target_tokenizer)):
         if value is None:
             raise ValueError(f"{name} must be a tokenizer, got None: texts are passed on between the two")
+        check_instance(name, value, PreTrainedTokenizerBase)

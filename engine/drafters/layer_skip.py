@@ -1,7 +1,7 @@
 """Self-speculative decoding: the target drafts for itself with some of its layers left out.
 
 Early exit after the first layers (LayerSkip, Elhoushi et al., arXiv 2404.16710), which pays with models trained for it, or any
-set of layers (Draft & Verify, Zhang et al., arXiv 2309.08168), which `layer_search` looks for.
+set of layers (Draft & Verify, Zhang et al., arXiv 2309.08168), which `search_layers` looks for.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..backend import DRAFT, SAMPLE, RowStats, sample
-from ..config import check_int
+from ..backend import DRAFT, SAMPLE, sample
+from ..config import check_bool, check_int
 from ..errors import UnsupportedModelError
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
 from ..support import TESTED
-
-_BELOW_ONE = 1 - 2**-24  # the largest float32
+from .proposals import likeliest, side_by_side
 
 
 class LayerSkipDrafter:
@@ -28,6 +27,8 @@ class LayerSkipDrafter:
     Below `seq_lens` the cache holds K/V of every layer, from the whole target; drafting adds that of the pending token and of
     the drafts in the layers that it runs, and verification writes all of it anew. So there is nothing to prefill, nothing to
     roll back, and no memory needed.
+
+    While it drafts, the model itself has these layers alone: engines that share a live model must not run in several threads.
 
     Args:
         exit_layer: run the first so many layers, in [1, the target's layers].
@@ -39,13 +40,14 @@ class LayerSkipDrafter:
         ValueError: naming the argument, the value and the rule; where it depends on the target, from `attach`.
     """
 
+    observes_width_only = True  # see `Drafter`
+
     def __init__(
         self, exit_layer: int | None = None, layers: Sequence[int] | None = None, greedy: bool = False
     ) -> None:
         if (exit_layer is None) == (layers is None):
             raise ValueError(f"exactly one of exit_layer and layers must be given, got {exit_layer!r} and {layers!r}")
-        if not isinstance(greedy, bool):
-            raise ValueError(f"greedy must be True or False, got {greedy!r}")
+        check_bool("greedy", greedy)
         if exit_layer is not None:
             check_int("exit_layer", exit_layer, 1)
             layers = range(exit_layer)
@@ -88,9 +90,9 @@ class LayerSkipDrafter:
                 inside = (start + 1 < state.limits).long()
                 length = state.max_text_length + step
                 logits = self.target.call(tokens.clamp(min=0), start, inside, state.rows, length, keep_hidden=False)
-                steps.append(_likeliest(state, logits) if self.greedy else _drawn(state, logits, step))
+                steps.append(likeliest(logits) if self.greedy else _drawn(state, logits, step))
                 tokens = steps[-1].tokens
-        return Proposal(*(_side_by_side(field) for field in zip(*steps, strict=True)))
+        return side_by_side(steps)
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Nothing is kept."""
@@ -205,21 +207,3 @@ def _drawn(state: BatchState, logits: Tensor, step: int) -> Proposal:
     if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
         return Proposal(draws.tokens)
     return Proposal(draws.tokens, logits, draws.stats)
-
-
-def _likeliest(state: BatchState, logits: Tensor) -> Proposal:
-    """The argmax of rows [B, 1, V], and its probability at temperature 1."""
-    cold = torch.zeros_like(state.temperature)
-    draws = sample(logits, cold, seed=state.seed, position=state.position)  # nothing is drawn at random
-    largest = logits.gather(-1, draws.tokens.clamp(min=0)[..., None])[..., 0]
-    confidence = (largest - draws.stats.lse).exp().float().nan_to_num(0.0)
-    return Proposal(draws.tokens, confidence=confidence.clamp(max=_BELOW_ONE))
-
-
-def _side_by_side(fields: tuple[Any, ...]) -> Any:
-    """One tensor of those of all steps, [B, 1, ...], or one record; None where there is none."""
-    if fields[0] is None:
-        return None
-    if isinstance(fields[0], Tensor):
-        return torch.cat(fields, dim=1)
-    return RowStats(*(torch.cat(field, dim=1) for field in zip(*fields, strict=True)))

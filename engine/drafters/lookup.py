@@ -25,7 +25,7 @@ class LookupDrafter(ABC):
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """The continuations of all active rows: tokens [B, K] and their confidence. Work on the host, row by row."""
-        rows = zip(slots(state), texts(state), state.active.tolist(), strict=True)
+        rows = zip(state.slots, texts(state), state.active.tolist(), strict=True)
         found = [self.continuation(slot, text, num_draft_tokens) if active else [] for slot, text, active in rows]
         padded = [drafts + [(-1, 0.0)] * (num_draft_tokens - len(drafts)) for drafts in found]
         device, shape = state.tokens.device, (len(found), num_draft_tokens)
@@ -36,12 +36,6 @@ class LookupDrafter(ABC):
     def ends_early(self, state: BatchState) -> bool:
         """Drafts that are not worth verifying cost nothing."""
         return True
-
-
-def slots(state: BatchState) -> list[int]:
-    """Of the state's rows."""
-    rows = state.rows
-    return list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
 
 
 def texts(state: BatchState) -> list[Tokens]:

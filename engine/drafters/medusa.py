@@ -11,8 +11,9 @@ from torch.nn.functional import silu
 
 from ..config import check_int
 from ..state import BatchState, Proposal
-from .head_files import HeadFiles, fill
-from .hidden_head import HeadModel, HiddenHeadDrafter, nothing, write_head
+from .head_files import HeadFiles, fill, write_head
+from .hidden_head import HeadModel, HiddenHeadDrafter
+from .proposals import nothing
 
 
 class Layout(NamedTuple):

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, rms_norm
 
-from ..config import check_int
+from ..config import check_int, is_number
 from ..state import BatchState, Proposal
-from .head_files import HeadFiles, fill
-from .hidden_head import HeadModel, HiddenHeadDrafter, nothing, side_by_side, write_head
+from .head_files import HeadFiles, fill, write_head
+from .hidden_head import HeadModel, HiddenHeadDrafter
+from .proposals import nothing, side_by_side
 
 MIN_REACH = 0.1  # drafting ends where a draft is less likely than this to be accepted, on a CPU, where looking is free
 _ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
@@ -113,7 +114,7 @@ class MlpSpeculatorDrafter(HiddenHeadDrafter):
         self, model: MlpSpeculator, greedy: bool = False, min_reach: float = MIN_REACH, source: Any = "drafter"
     ) -> None:
         super().__init__(model, greedy, source)
-        if not isinstance(min_reach, int | float) or not 0 <= min_reach <= 1:
+        if not is_number(min_reach) or not 0 <= min_reach <= 1:
             raise ValueError(f"min_reach must be in [0, 1], got {min_reach!r}")
         self.min_reach = min_reach
 
@@ -167,7 +168,7 @@ class MlpSpeculatorDrafter(HiddenHeadDrafter):
             steps.append(self._draw(state, logits, step))
             tokens = steps[-1].tokens.clamp(min=0)
             if steps[-1].confidence is not None and state.can_look:
-                reach = reach * steps[-1].confidence.where(steps[-1].tokens >= 0, 0.0)
+                reach = reach * steps[-1].confidence
                 if not bool((reach[state.active] >= self.min_reach).any()):
                     break
         return side_by_side(steps)

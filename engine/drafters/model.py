@@ -8,8 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..backend import DRAFT, SAMPLE, RowStats, row_stats, sample
+from ..config import check_bool, check_instance
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
+from .proposals import probability
 
 WIDEST_CATCH_UP = 32  # columns that go through the head; "auto" tries at least that often to draft
 
@@ -28,16 +30,19 @@ class DraftModel:
             confidence. Sampled drafts are accepted more often; of greedy ones, "auto" knows which are worth verifying.
 
     Raises:
-        ValueError: for a `greedy` that is no bool.
+        ValueError: for a `model` that is no `PreTrainedModel`, or a `greedy` that is no bool.
     """
 
+    observes_width_only = True  # see `Drafter`
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, greedy: bool = False) -> None:
-        if greedy not in (True, False):
-            raise ValueError(f"greedy must be True or False, got {greedy!r}")
+        check_instance("model", model, PreTrainedModel)
+        check_bool("greedy", greedy)
         self.model, self.tokenizer, self.greedy = model, tokenizer, greedy
         self._ragged: RaggedModel | None = None
         self._shared_vocab_size = 0
         self._rounds_missed = 0  # since it drafted last; each added a token to a row
+        self._caught_up = 0  # of them, in a proposal that has not been observed
 
     def attach(self, target: RaggedModel) -> None:
         """Make a cache for the target's slots; drafts are drawn from ids that both models have."""
@@ -75,22 +80,28 @@ class DraftModel:
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Rolling back is the state's lower `seq_lens`; only rounds without drafts have to be made up for."""
-        drafted = verdict.tokens.shape[1] > 1
-        self._rounds_missed = 0 if drafted else self._rounds_missed + 1
+        if verdict.tokens.shape[1] > 1:
+            self._rounds_missed = 0
+        else:  # no draft may have been found worth verifying
+            self._rounds_missed += 1 - self._caught_up
+        self._caught_up = 0
 
     def graph_key(self) -> Hashable | None:
         """What `propose` depends on beside the state; None: this time it may not be captured."""
-        return None if self._rounds_missed > WIDEST_CATCH_UP else (self.ragged.cache.capacity, self._rounds_missed)
+        if self._rounds_missed > WIDEST_CATCH_UP or not self.ragged.capturable:
+            return None
+        return self.ragged.cache.capacity, self._rounds_missed
 
     def _unread(self, state: BatchState) -> tuple[Tensor, Tensor, int]:
         """From where on a row's tokens are to be fed [B], how many there are up to the pending one [B], and at most.
 
         The last two tokens and those missed; fewer where the text has no more, none in rows that are not active.
         """
-        if self._rounds_missed > WIDEST_CATCH_UP:
+        missed = self._caught_up = self._rounds_missed  # which stays, for a proposal that fails and is made once more
+        if missed > WIDEST_CATCH_UP:
             self._catch_up(state)
-        width = min(2 + self._rounds_missed, state.max_text_length)
-        self._rounds_missed = 0  # even if no draft is then found worth verifying
+            missed = 0
+        width = min(2 + missed, state.max_text_length)
         start = (state.seq_lens + 1 - width).clamp(min=0)
         return start, (state.seq_lens - start + 1) * state.active, width
 
@@ -99,7 +110,6 @@ class DraftModel:
         ends = (state.seq_lens - 1).clamp(min=0).tolist()
         spans = [(max(end - self._rounds_missed, 0), end) for end in ends]
         self.ragged.prefill(state.tokens, spans, state.rows)
-        self._rounds_missed = 0
 
     def _decode(self, state: BatchState, tokens: Tensor, start: Tensor, valid: Tensor, extra: int) -> Tensor:
         length = state.max_text_length + extra
@@ -119,14 +129,8 @@ class DraftModel:
         """What `_draw` gave, side by side."""
         tokens = torch.cat([tokens for tokens, _, _ in steps], dim=1)
         if self.greedy:
-            return Proposal(tokens, confidence=torch.cat([_probability(*step) for step in steps], dim=1))
+            return Proposal(tokens, confidence=torch.cat([probability(*step) for step in steps], dim=1))
         if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
             return Proposal(tokens)
         rows = [torch.cat(field, dim=1) for field in zip(*(stats for _, _, stats in steps), strict=True)]
         return Proposal(tokens, torch.cat([logits for _, logits, _ in steps], dim=1), RowStats(*rows))
-
-
-def _probability(tokens: Tensor, logits: Tensor, stats: RowStats) -> Tensor:
-    """[B, W] float32, of the tokens under the stats' temperature."""
-    logit = logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
-    return (logit - stats.lse).exp().float().where(tokens >= 0, 0.0)

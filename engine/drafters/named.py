@@ -11,7 +11,7 @@ from .recognise import recognise
 from .suffix import SuffixDrafter
 
 CASCADE_MIN_NGRAM = 2  # a match of one token is right too seldom to take another drafter's place
-_FIRST_STAGE = re.compile(r"(ngram|suffix)\+(.+)", re.DOTALL)
+_FIRST_STAGE = re.compile(r"(ngram|suffix)\+(.*)", re.DOTALL)
 
 
 def split_stages(name: str) -> list[str]:

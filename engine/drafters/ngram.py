@@ -5,9 +5,11 @@ where the output repeats parts of the prompt or of itself.
 """
 
 from collections.abc import Hashable
+from functools import cache
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import check_int
@@ -27,6 +29,8 @@ class NGramDrafter(LookupDrafter):
         min_ngram: shortest match that counts, >= 1.
         max_ngram: longest match looked for, >= min_ngram.
     """
+
+    observes_width_only = True  # see `Drafter`
 
     def __init__(self, min_ngram: int = 1, max_ngram: int = 8) -> None:
         check_int("min_ngram", min_ngram, 1)
@@ -67,8 +71,7 @@ class NGramDrafter(LookupDrafter):
         context = matched.gather(1, best)
         step = torch.arange(num_draft_tokens, device=text.device)
         tokens = state.gather(best + 1 + step % (end - best).clamp(min=1))
-        chances = torch.tensor(_CHANCES, device=text.device)
-        confidence = chances[(context + step - 1).clamp(0, len(_CHANCES) - 1)]
+        confidence = _chances_on(text.device)[(context + step - 1).clamp(0, len(_CHANCES) - 1)]
         return Proposal(tokens.where(context >= self.min_ngram, -1), confidence=confidence)
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
@@ -77,3 +80,9 @@ class NGramDrafter(LookupDrafter):
     def graph_key(self) -> Hashable | None:
         """Proposals depend on the state alone."""
         return ()
+
+
+@cache
+def _chances_on(device: torch.device) -> Tensor:
+    """`_CHANCES` [8] float32. Made once: copying from the host is not allowed while a CUDA graph is captured."""
+    return torch.tensor(_CHANCES, device=device)

@@ -101,17 +101,17 @@ class OwnTexts:
         """New rows: read their prompts, but for the last token of each."""
         prompts = []
         tokens = state.tokens[:, : max(state.prompt_lengths)].tolist()
-        for row, slot, length in zip(tokens, _slots(state), state.prompt_lengths, strict=True):
+        for row, slot, length in zip(tokens, state.slots, state.prompt_lengths, strict=True):
             self._texts[slot] = self._begin_text()
             self._texts[slot].extend(row[:length])
             prompts.append(self._texts[slot].ids)
         self._settle()
-        self._read(_slots(state), prompts, state.rows)
+        self._read(state.slots, prompts, state.rows)
 
     def follow(self, state: BatchState) -> list[Translation | None]:
         """The text of each row by now; None for rows that are not active."""
         lengths = ((state.seq_lens + 1) * state.active).tolist()  # 0: not active
-        texts = [self._texts[slot] if length else None for slot, length in zip(_slots(state), lengths, strict=True)]
+        texts = [self._texts[slot] if length else None for slot, length in zip(state.slots, lengths, strict=True)]
         begin = min((text.num_read for text in texts if text is not None), default=0)
         new = state.tokens[:, begin : max(lengths)].tolist()  # of all rows at once: each transfer waits for the device
         for text, row, length in zip(texts, new, lengths, strict=True):
@@ -122,7 +122,7 @@ class OwnTexts:
     def begin(self, state: BatchState, texts: Sequence[Translation | None]) -> Tensor:
         """Logits [B, 1, V] after each row's text; without meaning for rows that have none."""
         self._settle()
-        slots, ids = _slots(state), [text.ids if text is not None else [] for text in texts]
+        slots, ids = state.slots, [text.ids if text is not None else [] for text in texts]
         self._read(slots, ids, state.rows, at_most=_WIDEST)
         starts = [min(self._num_cached(slot, row), max(len(row) - 1, 0)) for slot, row in zip(slots, ids, strict=True)]
         missing = [row[start:] for row, start in zip(ids, starts, strict=True)]
@@ -155,7 +155,7 @@ class OwnTexts:
     def _read(
         self, slots: Sequence[int], texts: Sequence[list[int]], rows: slice | Tensor, at_most: int | None = None
     ) -> None:
-        """Write the K/V that is missing of these texts, but for their last tokens; not if `at_most` are missing."""
+        """Write the K/V that is missing of these texts, but for their last tokens; not if no more than `at_most` are missing."""
         self._reserve(max(map(len, texts)))
         ends = [max(len(text) - 1, 0) for text in texts]
         spans = [
@@ -193,7 +193,3 @@ def common_prefix(a: list[int], b: list[int]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _slots(state: BatchState) -> list[int]:
-    return list(range(state.rows.start, state.rows.stop)) if isinstance(state.rows, slice) else state.rows.tolist()

@@ -9,6 +9,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
+from ..hub import may_be_hub_id
 from .base import Drafter
 from .eagle import EagleDrafter
 from .head_files import HeadFiles, read_config, read_head
@@ -35,7 +36,7 @@ def recognise(location: str | Path) -> Drafter | None:
         if not str(location) or not (folder / "config.json").is_file():
             return None
         return _from_folder(folder, read_config(folder))
-    if folder.exists() or not _may_be_hub_id(str(location)):
+    if folder.exists() or not may_be_hub_id(str(location)):
         return None
     config = read_config(Path(str(cached_file(str(location), "config.json"))).parent)
     if _kind(config) is None and not _may_be_eagle(config):
@@ -95,12 +96,6 @@ def _names_in(file: Path) -> list[str]:
         with safe_open(file, "pt") as opened:
             return list(opened.keys())
     return list(torch.load(file, "meta", weights_only=True))
-
-
-def _may_be_hub_id(location: str) -> bool:
-    """ "name" or "owner/name"; anything else was meant as a path."""
-    is_path = Path(location).is_absolute() or location.startswith(("./", "../", "~")) or location.count("/") > 1
-    return bool(location) and not is_path and not location.lower().endswith(".gguf")
 
 
 def _fetch(repository: str) -> Path:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..config import check_instance
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
 from .intersection import check_tokenizers
@@ -37,10 +38,11 @@ class ReencodingDraftModel:
         target_tokenizer: the target's tokenizer.
 
     Raises:
-        ValueError: for a tokenizer that is None.
+        ValueError: for a `model` that is no `PreTrainedModel`, or a tokenizer that is none.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, target_tokenizer: Any) -> None:
+        check_instance("model", model, PreTrainedModel)
         check_tokenizers(tokenizer, target_tokenizer)
         self.model, self.tokenizer, self.target_tokenizer = model, tokenizer, target_tokenizer
         self._ragged: RaggedModel

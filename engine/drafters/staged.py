@@ -42,6 +42,8 @@ class StagedDraftModel(DraftModel):
         ValueError: for options out of their range, and for an inner drafter that reads a model's state (has `attach`).
     """
 
+    observes_width_only = False  # the inner drafter may look at more
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -13,7 +13,7 @@ import torch
 
 from ..config import check_int
 from ..state import BatchState, Verdict
-from .lookup import LookupDrafter, Tokens, matches, slots
+from .lookup import LookupDrafter, Tokens, matches
 
 _NOTHING: Tokens = np.empty(0, dtype=np.int32)
 MOST_MATCHES = 256  # that vote on what comes next, the latest
@@ -56,7 +56,7 @@ class SuffixDrafter(LookupDrafter):
         """Note the prompts; the texts that were in these slots go to the pool."""
         prompts = state.tokens[:, : max(state.prompt_lengths)].cpu().numpy()
         seeds, temperatures = state.seed.tolist(), state.temperature.tolist()
-        for index, slot in enumerate(slots(state)):
+        for index, slot in enumerate(state.slots):
             self._retire(slot)
             prompt = prompts[index, : state.prompt_lengths[index]]
             seed = seeds[index] if temperatures[index] > 0 and not state.coupled else None
@@ -98,9 +98,8 @@ class SuffixDrafter(LookupDrafter):
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Add the new tokens to the texts; texts that have ended go to the pool."""
         limits, seq_lens = state.limits[:, None], state.seq_lens[:, None]
-        for slot, (limit, last, *tokens) in zip(
-            slots(state), torch.cat([limits, seq_lens, verdict.tokens], dim=1).tolist(), strict=True
-        ):
+        rows = torch.cat([limits, seq_lens, verdict.tokens], dim=1).tolist()
+        for slot, (limit, last, *tokens) in zip(state.slots, rows, strict=True):
             if not limit:
                 self._retire(slot)
             elif (row := self._rows.get(slot)) is not None:
@@ -152,9 +151,8 @@ class _Pool:
         text = np.append(text, np.int32(-1))[-self._size :] if self._size else _NOTHING
         if not len(text):
             return
-        if self._end + len(text) > len(
-            self._buffer
-        ):  # then move what is kept to the front: each token once per `size` added
+        if self._end + len(text) > len(self._buffer):
+            # Move what is kept to the front: each token once per `size` added.
             kept = self.tokens.copy()
             if len(self._buffer) < 2 * self._size:
                 self._buffer = np.empty(min(2 * self._size, 2 * (len(kept) + len(text))), dtype=np.int32)

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..detokenize import decode
+from ..detokenize import INCOMPLETE, decode
 
 _CONTEXT = 16  # tokens before a piece that decide where its tokens begin
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows a character whose bytes have not all come
 _SPACE = "▁"
 _SINGLE_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -108,7 +107,7 @@ def decode_after(tokenizer: Any, context: Sequence[int], ids: Sequence[int]) -> 
     context = list(context[-_CONTEXT:])
     before, whole = decode(tokenizer, context), decode(tokenizer, [*context, *ids])
     text = whole[len(before) :] if whole.startswith(before) else decode(tokenizer, list(ids))
-    return text.rstrip(_INCOMPLETE)
+    return text.rstrip(INCOMPLETE)
 
 
 def encode_after(tokenizer: Any, context: str, text: str) -> list[int] | None:
@@ -120,7 +119,7 @@ def encode_after(tokenizer: Any, context: str, text: str) -> list[int] | None:
 def last_text(tokenizer: Any, ids: Sequence[int]) -> str | None:
     """Some text from the end of these tokens, up to their last one; None in the middle of a character."""
     text = decode(tokenizer, list(ids[-_CONTEXT:]))
-    return None if text.endswith(_INCOMPLETE) else text
+    return None if text.endswith(INCOMPLETE) else text
 
 
 def _is_byte_level(vocab: dict[str, int]) -> bool:

@@ -6,16 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .answers import Answer
-from .options import METHODS, TrainingOptions
-
-_ONLY_FOR = {
-    "draft_vocab_size": ("eagle3",),
-    "layers": ("eagle3",),
-    "start_from": ("eagle3",),
-    "freeze_head": ("eagle3",),
-    "num_steps": ("eagle3", "medusa", "mlp"),
-    "num_layers": ("draft-model",),
-}
+from .options import METHODS, ONLY_FOR, TrainingOptions
 
 
 def card(options: TrainingOptions, parts: Mapping[str, Sequence[Answer]], log: Sequence[dict[str, Any]]) -> str:
@@ -28,12 +19,13 @@ def card(options: TrainingOptions, parts: Mapping[str, Sequence[Answer]], log: S
     tokens = {name: sum(len(answer.token_ids) for answer in part) for name, part in parts.items()}
     validation = [record["validation"] for record in log if "validation" in record]
     acceptance = ", ".join(f"{value:.2f}" for value in validation[-1]["acceptance"]) if validation else "not measured"
-    used = {name: value for name, value in asdict(options).items() if options.method in _ONLY_FOR.get(name, METHODS)}
+    chat = " --chat" if options.chat else ""
+    used = {name: value for name, value in asdict(options).items() if options.method in ONLY_FOR.get(name, METHODS)}
     return "\n".join([
         f"# {options.method} drafter for {Path(options.target).name}",
         "",
         "Trained by `python -m engine train` on the target's own answers, with its distributions as labels. To use it, from",
-        "this folder: `python -m engine generate --target TARGET --drafter .`, or `engine.load(TARGET, drafter=FOLDER)`.",
+        f"this folder: `python -m engine generate{chat} --target TARGET --drafter .`, or `engine.load(TARGET, drafter=FOLDER)`.",
         "",
         f"Answer tokens: {tokens['training']:,} to learn from, {tokens['validation']:,} held back, of "
         f"{len(parts['training']):,} and {len(parts['validation']):,} prompts.",

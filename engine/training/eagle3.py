@@ -17,6 +17,7 @@ from ..drafters.eagle_model import EagleModel, eagle_config
 from ..drafters.layer_skip import DecoderLayers
 from ..support import context_length
 from .batches import Batch
+from .objectives import STEP_DECAY
 from .soft_labels import SoftLabels
 from .target_head import TargetHead
 
@@ -34,7 +35,6 @@ class Eagle3Training(nn.Module):
         draft_ids: [V_draft] int64, the target ids of the draft vocabulary, ascending.
         num_steps: own steps that are unrolled.
         freeze_head: keep the target's rows as the head's output matrix.
-        intermediate_size: of its MLP; None: the target's.
     """
 
     def __init__(
@@ -43,14 +43,12 @@ class Eagle3Training(nn.Module):
         layers: tuple[int, ...],
         draft_ids: Tensor,
         num_steps: int = 4,
-        step_decay: float = 0.9,
         freeze_head: bool = False,
-        intermediate_size: int | None = None,
     ) -> None:
         super().__init__()
         config = target.config.get_text_config()
-        self.layers, self.num_steps, self.step_decay, self.freeze_head = layers, num_steps, step_decay, freeze_head
-        self.head = EagleModel(head_config(config, len(layers), len(draft_ids), intermediate_size)).float()
+        self.layers, self.num_steps, self.freeze_head = layers, num_steps, freeze_head
+        self.head = EagleModel(head_config(config, len(layers), len(draft_ids))).float()
         # A copy of the module: some scale what they look up.
         self.embeddings = copy.deepcopy(target.get_input_embeddings()).float().requires_grad_(False)
         self.head.borrow(self.embeddings)
@@ -98,7 +96,7 @@ class Eagle3Training(nn.Module):
             normed = self.head.norm(hidden[:, : count - step][there])
             where = row[:, step:][there]
             entropy, drafts = soft.cross_entropy(normed, where)
-            loss = loss + self.step_decay**step * entropy
+            loss = loss + STEP_DECAY**step * entropy
             stood = (drafts if self.training else self.draft_ids[drafts]) == chosen.flatten()[where]
             before = right[:, : count - step][there]
             outcomes.append(torch.stack([before.sum(), (stood & before).sum()]))
@@ -213,7 +211,7 @@ def check_start(head: EagleModel, target: PreTrainedModel) -> None:
     """
     config = target.config.get_text_config()
     with torch.device("meta"):
-        own = EagleModel(head_config(config, head.config.num_features, head.config.draft_vocab_size, None)).state_dict()
+        own = EagleModel(head_config(config, head.config.num_features, head.config.draft_vocab_size)).state_dict()
     theirs = head.state_dict()
     wrong = sorted(
         name
@@ -226,13 +224,13 @@ def check_start(head: EagleModel, target: PreTrainedModel) -> None:
         raise ValueError(f"start_from must be a head of one layer like the target's; it differs in {wrong}")
 
 
-def head_config(target: Any, num_features: int, draft_vocab_size: int, intermediate_size: int | None) -> Any:
+def head_config(target: Any, num_features: int, draft_vocab_size: int) -> Any:
     """A llama layer of the target's size, with the target's rotary embedding where it has one that a llama knows."""
     heads = target.num_attention_heads
     layer = LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size or getattr(target, "intermediate_size", None) or 4 * target.hidden_size,
+        intermediate_size=getattr(target, "intermediate_size", None) or 4 * target.hidden_size,
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,

@@ -87,8 +87,10 @@ def check_out(out: Path, settings: Mapping[str, Any]) -> None:
 def begin(out: Path, settings: Mapping[str, Any]) -> Path:
     """Make the work folder, with its settings, if it is not there yet."""
     work = out / WORK
-    with no_room(work):
+    try:
         work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"out must be a folder that can be made and written to, got {out}: {error}") from error
     if not (work / SETTINGS).exists():
         with replacing(work / SETTINGS) as partial:
             partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -26,6 +26,8 @@ from .files import replacing
 WARMUP = 0.03  # share of the run in which the learning rate rises
 FINAL_RATE = 0.05  # of the highest learning rate, at the end
 CLIP = 1.0  # largest norm of a gradient
+WEIGHT_DECAY = 0.01
+SECONDS_BETWEEN_CHECKPOINTS = 60.0  # at least
 
 
 class Objective(Protocol):
@@ -45,19 +47,15 @@ class Schedule:
     Attributes:
         epochs: times that every text is seen.
         learning_rate: the highest.
-        weight_decay: of AdamW.
         tokens_per_batch: padding included.
         seed: of the order of the texts.
-        seconds_between_checkpoints: least.
         learn_prompts: from them as from answers; validation is over answers.
     """
 
     epochs: int = 4
     learning_rate: float = 1e-3
-    weight_decay: float = 0.01
     tokens_per_batch: int = 4096
     seed: int = 0
-    seconds_between_checkpoints: float = 60.0
     learn_prompts: bool = False
 
 
@@ -132,7 +130,7 @@ class _Run:
         self.module, self.folder, self.schedule, self.total_tokens = module, folder, schedule, total_tokens
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=schedule.weight_decay
+            self.parameters, lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
         )
         self.epoch = self.batch = self.tokens = 0
         self.log: list[dict[str, Any]] = []
@@ -147,11 +145,7 @@ class _Run:
         with _autocast(self._device):
             loss, outcomes = self.module(batch.to(self._device))
         value = loss.item()
-        if not math.isfinite(value):
-            raise EngineError(
-                f"the loss is {value} in epoch {self.epoch + 1}, batch {self.batch + 1}: give a lower learning_rate, and "
-                f"another folder to begin anew"
-            )
+        self._require_finite(value, "loss", f"in epoch {self.epoch + 1}, batch {self.batch + 1}")
         self.optimizer.zero_grad()
         if loss.requires_grad:
             loss.backward()
@@ -163,8 +157,16 @@ class _Run:
         self.log.append(record | dict(acceptance=acceptance(outcomes)))
         return self.log[-1]
 
+    @staticmethod
+    def _require_finite(value: float, name: str, where: str) -> None:
+        if not math.isfinite(value):
+            raise EngineError(
+                f"the {name} is {value} {where}: give a lower learning_rate, and another folder to begin anew"
+            )
+
     def end_epoch(self, found: dict[str, Any]) -> None:
         """Note the validation, and begin the next epoch."""
+        self._require_finite(found["loss"], "validation loss", f"after epoch {self.epoch + 1}")
         self.log.append(dict(epoch=self.epoch, tokens=self.tokens, validation=found))
         line = f"epoch {self.epoch + 1}: validation loss {found['loss']:.3f}, acceptance {found['acceptance']}"
         tqdm.write(line, file=sys.stderr)
@@ -173,7 +175,7 @@ class _Run:
 
     def checkpoint(self, final: bool) -> None:
         """Write checkpoint and log, if it is time to."""
-        if not final and _now() - self._saved < self.schedule.seconds_between_checkpoints:
+        if not final and _now() - self._saved < SECONDS_BETWEEN_CHECKPOINTS:
             return
         state = dict(
             module=[parameter.data for parameter in self.parameters],

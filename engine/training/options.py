@@ -1,12 +1,19 @@
 """What a user says about a training. Imports neither torch nor transformers."""
 
-import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
 
-from ..config import check_int
+from ..config import HOTTEST, check_bool, check_int, check_ints, is_number, is_temperature
 
 METHODS = ("eagle3", "medusa", "mlp", "draft-model")
+# Options of some methods only; elsewhere they must have their defaults.
+ONLY_FOR = {
+    "draft_vocab_size": ("eagle3",),
+    "layers": ("eagle3",),
+    "start_from": ("eagle3",),
+    "freeze_head": ("eagle3",),
+    "num_steps": ("eagle3", "medusa", "mlp"),
+    "num_layers": ("draft-model",),
+}
 _AT_LEAST_ONE = (
     "max_new_tokens", "batch_size", "draft_vocab_size", "num_steps", "num_layers", "epochs", "tokens_per_batch",
 )  # fmt: skip
@@ -73,28 +80,32 @@ class TrainingOptions:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if not isinstance(self.target, str) or not self.target:
             raise ValueError(f"target must be a hub id, a folder or a GGUF file, got {self.target!r}")
-        if self.start_from is not None and self.method != "eagle3":
-            raise ValueError(f"start_from must be None for the method {self.method}, got {self.start_from!r}")
+        self._check_method_takes()
         for name in _AT_LEAST_ONE:
             check_int(name, getattr(self, name), 1)
         check_int("max_length", self.max_length, 2)
         check_int("seed", self.seed, 0, 2**62)
+        check_ints("layers", self.layers, 0)
         object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "temperatures", tuple(self.temperatures))
-        for layer in self.layers:
-            check_int("layers", layer, 0)
         for name in ("chat", "freeze_head", "learn_prompts"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not _is_number(self.validation_share) or not 0 < self.validation_share < 1:
+            check_bool(name, getattr(self, name))
+        if not is_number(self.validation_share) or not 0 < self.validation_share < 1:
             raise ValueError(f"validation_share must be in (0, 1), got {self.validation_share!r}")
-        if not _is_number(self.learning_rate) or not self.learning_rate > 0:
+        if not is_number(self.learning_rate) or not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be a finite number > 0, got {self.learning_rate!r}")
-        if not self.temperatures or not all(_is_number(value) and value >= 0 for value in self.temperatures):
+        heats = self.temperatures
+        if not isinstance(heats, list | tuple) or not heats or not all(map(is_temperature, heats)):
             raise ValueError(
-                f"temperatures must be at least one finite number, all >= 0, got {list(self.temperatures)}"
+                f"temperatures must be a list of at least one finite number, all >= 0 and <= {HOTTEST:g}, got {heats!r}"
             )
+        object.__setattr__(self, "temperatures", tuple(heats))
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    def _check_method_takes(self) -> None:
+        """Options of other methods must have their defaults."""
+        for option in fields(self):
+            value, methods = getattr(self, option.name), ONLY_FOR.get(option.name, METHODS)
+            if self.method not in methods and value != option.default:
+                raise ValueError(
+                    f"{option.name} must be {option.default!r} for the method {self.method}, got {value!r}: it is an "
+                    f"option of {', '.join(methods)}"
+                )

@@ -26,9 +26,9 @@ from .card import card
 from .eagle3 import Eagle3Training, check_start
 from .eagle3_files import save_eagle3
 from .files import begin, check_out, no_room, replacing, settings_of
-from .heads import DraftModelTraining, MedusaTraining, MlpTraining
 from .hidden import keep_hidden_states
 from .loop import Schedule, train
+from .objectives import DraftModelTraining, MedusaTraining, MlpTraining
 from .options import TrainingOptions
 from .plots import plot_training
 

@@ -1,4 +1,4 @@
-"""One proposal out of several."""
+"""What proposals are made of: the likeliest tokens and how sure they are, steps side by side, one proposal out of several."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,41 @@ from ..backend import RowStats, row_stats
 from ..config import GREEDY_BELOW
 from ..state import BatchState, Proposal
 
-_BELOW_ONE = 1 - 2**-24  # the largest float32
+BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
+
+
+def nothing(state: BatchState) -> Proposal:
+    """The empty proposal."""
+    return Proposal(state.tokens[:, :0])
+
+
+def side_by_side(steps: Sequence[Proposal]) -> Proposal:
+    """One proposal [B, K] of one-column ones, which all have the same fields."""
+    tokens, logits, stats, sure = zip(*steps, strict=True)
+    return Proposal(
+        torch.cat(tokens, dim=1),
+        None if logits[0] is None else torch.cat(logits, dim=1),
+        None if stats[0] is None else RowStats(*(torch.cat(field, dim=1) for field in zip(*stats, strict=True))),
+        None if sure[0] is None else torch.cat(sure, dim=1),
+    )
+
+
+def confidence(log_probability: Tensor) -> Tensor:
+    """As a `Proposal` has it: float32 in [0, 1), 0 for NaN."""
+    return log_probability.exp().float().nan_to_num(0.0).clamp(max=BELOW_ONE)
+
+
+def probability(tokens: Tensor, logits: Tensor, stats: RowStats, temperature: Tensor | float = 1.0) -> Tensor:
+    """The confidence [B, W] of tokens by their rows [B, W, V], whose stats are of this temperature; 0 for the token -1."""
+    logit = logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    return confidence(logit / temperature - stats.lse).where(tokens >= 0, 0.0)
+
+
+def likeliest(logits: Tensor) -> Proposal:
+    """The argmax of rows [B, W, V], -1 where they are no distribution, and its probability at temperature 1."""
+    stats = row_stats(logits)
+    tokens = stats.argmax.where(stats.lse.isfinite(), -1)
+    return Proposal(tokens, confidence=probability(tokens, logits, stats))
 
 
 def padded(proposal: Proposal, num_draft_tokens: int) -> Proposal:
@@ -18,12 +52,12 @@ def padded(proposal: Proposal, num_draft_tokens: int) -> Proposal:
     missing = num_draft_tokens - proposal.tokens.shape[1]
     if missing <= 0:
         return proposal
-    tokens, logits, stats, confidence = proposal
+    tokens, logits, stats, sure = proposal
     return Proposal(
         pad(tokens, (0, missing), value=-1),
         None if logits is None else pad(logits, (0, 0, 0, missing)),
         None if stats is None else RowStats(*(pad(field, (0, missing)) for field in stats)),
-        None if confidence is None else pad(confidence, (0, missing)),
+        None if sure is None else pad(sure, (0, missing)),
     )
 
 
@@ -42,32 +76,31 @@ def merged(proposals: Sequence[Proposal], takes: Sequence[Tensor], state: BatchS
         drawn = drawn | (taken & (proposal.logits is not None))
     unseen = state.all_greedy or state.coupled or all(proposal.logits is None for proposal in proposals)
     if unseen or (state.can_look and not bool((drawn & state.active[:, None]).any())):
-        return Proposal(tokens, confidence=_confidence(proposals, takes, state))
+        return Proposal(tokens, confidence=_joint_confidence(proposals, takes, state))
     logits, stats = _rows(proposals, takes, state, vocab_size)
     if state.can_look and bool(drawn.all()):
         return Proposal(tokens, logits, stats)
     return Proposal(tokens, *made_certain(tokens, ~drawn, logits, stats))
 
 
-def _confidence(proposals: Sequence[Proposal], takes: Sequence[Tensor], state: BatchState) -> Tensor | None:
+def _joint_confidence(proposals: Sequence[Proposal], takes: Sequence[Tensor], state: BatchState) -> Tensor | None:
     """[B, K] from the stage that each row took; None if one of those does not say."""
-    confidence = torch.zeros_like(proposals[0].tokens, dtype=torch.float32)
+    sure = torch.zeros_like(proposals[0].tokens, dtype=torch.float32)
     for proposal, taken in zip(proposals, takes, strict=True):
-        own = proposal.confidence if proposal.confidence is not None else _probability(proposal, state)
+        own = proposal.confidence if proposal.confidence is not None else _of_drafts(proposal, state)
         if own is not None:
-            confidence = torch.where(taken, own, confidence)
+            sure = torch.where(taken, own, sure)
         elif not state.can_look or bool((taken & state.active[:, None]).any()):
             return None
-    return confidence
+    return sure
 
 
-def _probability(proposal: Proposal, state: BatchState) -> Tensor | None:
+def _of_drafts(proposal: Proposal, state: BatchState) -> Tensor | None:
     """[B, K] q of the drafts, of greedy rows at temperature 1; None without logits and stats."""
     if proposal.logits is None or proposal.stats is None:
         return None
-    logits = proposal.logits.gather(-1, proposal.tokens.clamp(min=0)[..., None])[..., 0].float()
     temperature = state.temperature.masked_fill(state.temperature < GREEDY_BELOW, 1)[:, None]
-    return (logits / temperature - proposal.stats.lse).exp().float().nan_to_num(0.0).clamp(max=_BELOW_ONE)
+    return probability(proposal.tokens, proposal.logits, proposal.stats, temperature)
 
 
 def _rows(

@@ -20,6 +20,7 @@ from ..drafters.mlp import MlpSpeculator, MlpSpeculatorDrafter
 from .batches import Batch
 from .target_head import TargetHead, weight_of
 
+STEP_DECAY = 0.9  # weight of a draft against the one before it
 MAX_CHAINS = 1024  # of a batch, evenly spread: rows of the whole vocabulary are large
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in a config, with an entry for each layer
 
@@ -33,14 +34,13 @@ class HeadTraining(nn.Module, ABC):
     Args:
         target: not changed.
         num_steps: drafts that a chain is trained on.
-        step_decay: weight of a draft against the one before it.
     """
 
-    def __init__(self, target: PreTrainedModel, num_steps: int, step_decay: float = 0.9) -> None:
+    def __init__(self, target: PreTrainedModel, num_steps: int) -> None:
         super().__init__()
         check_int("num_steps", num_steps, 1)
         self.target_head = TargetHead.of(target)
-        self.num_steps, self.step_decay = num_steps, step_decay
+        self.num_steps = num_steps
 
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """The loss and, for each draft, [2] int64: chains whose earlier drafts stood, and those where it stands too."""
@@ -56,7 +56,7 @@ class HeadTraining(nn.Module, ABC):
             with torch.no_grad():
                 wanted = self.target_head(final[rows[there], at[there]])
             found = logits[there].float()
-            loss = loss - self.step_decay**step * (wanted.softmax(-1) * found.log_softmax(-1)).sum(-1).mean()
+            loss = loss - STEP_DECAY**step * (wanted.softmax(-1) * found.log_softmax(-1)).sum(-1).mean()
             before = right & there
             right = torch.zeros_like(right)
             right[there] = before[there] & (found.argmax(-1) == wanted.argmax(-1))
@@ -91,13 +91,12 @@ class MedusaTraining(HeadTraining):
 
     Args:
         num_steps: heads.
-        num_blocks: of each head.
     """
 
-    def __init__(self, target: PreTrainedModel, num_steps: int = 4, num_blocks: int = 1) -> None:
+    def __init__(self, target: PreTrainedModel, num_steps: int = 4) -> None:
         super().__init__(target, num_steps)
         weight = self.target_head.weight
-        self.head = MedusaHeads(weight.shape[1], None, num_steps, num_blocks, output="target").float()
+        self.head = MedusaHeads(weight.shape[1], None, num_steps, output="target").float()
         with torch.device("meta"):  # its own weights are not wanted
             self._output = nn.Linear(weight.shape[1], weight.shape[0], bias=self.target_head.bias is not None)
         self._output.weight = nn.Parameter(weight, requires_grad=False)

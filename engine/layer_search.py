@@ -15,13 +15,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .. import prompts as prompting
-from ..config import SamplingParams, check_int
-from ..engine import Engine
-from ..loading import load
-from ..packing import PackedLinear
-from ..support import TESTED, check_supported
-from .layer_skip import DecoderLayers, LayerSkipDrafter
+from . import prompts as prompting
+from .config import SamplingParams, check_int
+from .drafters.layer_skip import DecoderLayers, LayerSkipDrafter
+from .engine import Engine
+from .loading import load
+from .model import attention_masks
+from .packing import PackedLinear
+from .support import TESTED, check_supported
 
 _HEAD_ROWS = 256  # that go through the head at once
 
@@ -104,13 +105,17 @@ def search_layers(
         max_tokens: of one pass, padding included; longer texts lose tokens at their beginning. At least max_new_tokens + 1
             for each prompt.
         max_draft_tokens: the largest K to be considered.
-        tokenizer: of a live model; None: prompts are token ids.
+        tokenizer: of a live model; None: prompts are token ids. An engine has its own.
         progress: show a bar on stderr.
 
     Raises:
-        ValueError: for bad prompts, or an argument out of its range.
+        ValueError: for bad prompts, or naming the argument, the value and the rule.
         UnsupportedModelError: if layers of the target cannot be left out.
     """
+    if not isinstance(target, Engine | PreTrainedModel):
+        raise ValueError(f"target must be an Engine or a PreTrainedModel, got {target!r}")
+    if isinstance(target, Engine) and tokenizer is not None:
+        raise ValueError(f"tokenizer must be None for an Engine, which has its own, got {type(tokenizer).__name__}")
     items, _ = prompting.split(prompts)
     for name, value in (("step", step), ("max_new_tokens", max_new_tokens), ("max_draft_tokens", max_draft_tokens)):
         check_int(name, value, 1)
@@ -225,12 +230,8 @@ class AnsweredTexts:
             before = key < query
             if window is not None:
                 before &= key > query - window
-            mask = torch.cat([before, key == query], dim=1).expand(self._tokens.shape[0], 1, -1, -1)
-            if self._model.config._attn_implementation == "eager":  # adds the mask instead of selecting by it
-                dtype = self._model.dtype
-                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-            masks[kind] = mask
-        return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
+            masks[kind] = torch.cat([before, key == query], dim=1).expand(self._tokens.shape[0], 1, -1, -1)
+        return attention_masks(self._model, masks)
 
 
 class _KeptLayer(DynamicLayer):
