@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .jit_attention import inverse, load_lengths, logits_of, multiply, tile_offsets, visible_keys
 from .jit_rows import finite
-from .row_stats import row_arguments
+from .launch import row_arguments
 from .workspace import workspace
 
 SPLIT_SIZE = 512  # keys; see split_size_for
@@ -128,8 +128,9 @@ def combine_kernel(
     batch, column, head = row // num_heads // width, (row // num_heads % width).to(tl.int32), row % num_heads
     length, valid = load_lengths(seq_lens, num_valid, batch, width)
     begin, end = visible_keys(column, column, length, valid, window, kv_length, BLOCK_N)
-    # The splits in which this query sees keys; they follow from its position alone.
-    first, last = begin // split_size, (end + split_size - 1) // split_size
+    # The splits in which this query sees keys; they follow from its position alone. Of padding that sees none, nothing was left.
+    first = begin // split_size
+    last = tl.where(begin < end, (end + split_size - 1) // split_size, first)
     dim = tl.arange(0, BLOCK_D)
     sums_at = scratch + row * num_splits * HEAD_DIM
     peaks_at = scratch + num_rows.to(tl.int64) * num_splits * HEAD_DIM + row * num_splits

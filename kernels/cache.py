@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import view
-from .row_stats import row_arguments
+from .launch import row_arguments
 
 BLOCK = 2048  # elements of K, and of V: two stores of 16 bytes for each of 128 threads in bf16
 

@@ -24,6 +24,7 @@ from .jit_rows import (
     read,
     tile_ids,
     tile_indices,
+    tile_max,
     tiles_at,
     vocab_size_of,
 )
@@ -34,7 +35,7 @@ def leave_winner(x, peak, ids, tile, row, memory, inverse_temperature, noise, BL
                  BLOCK: tl.constexpr):  # fmt: skip
     """Leave the largest (x - peak) / T + noise of a tile and its id, with noise for every token."""
     value = (x - finite(peak)) * inverse_temperature + gumbel(tile_indices(tile, BLOCKS, BLOCK), noise)
-    best = tl.max(tl.max(value, axis=1), axis=0)
+    best = tile_max(value)
     tl.store(tiles_at(memory, VALUE, row) + tile, best)
     tl.store(as_int(tiles_at(memory, WINNER, row)) + tile, lowest_id(value, best, ids))
 
@@ -61,7 +62,7 @@ def draw_kept(rows, batch, column, threshold, best, inverse_temperature, noise, 
         x = read(rows, batch, column, ids)
         value = (x - best) * inverse_temperature + gumbel(tile_indices(tile, BLOCKS, BLOCK), noise)
         value = tl.where(x >= threshold, value, float("-inf"))
-        highest = tl.max(tl.max(value, axis=1), axis=0)
+        highest = tile_max(value)
         token = tl.where(highest > top, lowest_id(value, highest, ids), token)
         top = tl.maximum(top, highest)
     return token

@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .jit_rows import read, rest_at, vocab_size_of
+from .jit_rows import LANES, LOG2_E, block_sum, fetch, read, read_raw, rest_at, vocab_size_of
 
 SAMPLES = 2048  # at least half as many are in a sample
 CANDIDATES = 8192  # float32 logits of scratch memory per row
 _SAMPLES, _CANDIDATES = tl.constexpr(SAMPLES), tl.constexpr(CANDIDATES)
-_SWEEP = tl.constexpr(2048)  # tokens read at once
+_SWEEP = tl.constexpr(512)  # tokens of a step of a sweep, for each block of a tile
 
 
 @triton.jit
@@ -47,55 +47,89 @@ def _middle(low, high):
 
 
 @triton.jit
-def _sampled_bound(x, inverse_temperature, best, total, wanted, lowest, highest, SCALE: tl.constexpr,
-                   SIDE: tl.constexpr, SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
-    """The largest key at or above which there is enough, as far as a sample can tell: surely (SIDE = 1) or perhaps
-    (SIDE = -1). Counts are estimated from above, where top-k cuts, and masses from below, where no token is heavy."""
-    weight = tl.exp((x - best) * inverse_temperature)
-    low, high = lowest, highest
-    while high > low + 1:
-        middle = _middle(low, high)
-        above = x >= key_logit(middle, SHIFT)
-        if BY_COUNT:
-            count = tl.sum(above.to(tl.float32), axis=0)
-            enough = count - SIDE * (4 * tl.sqrt(count) + 4) >= wanted / SCALE
-        else:
-            below = tl.where(above, 0.0, weight)
-            deviation = 4 * tl.sqrt(tl.sum(below * below, axis=0))
-            enough = SCALE * (tl.sum(below, axis=0) + SIDE * deviation) <= total - wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    return low
+def _weight(x, best, inverse_temperature):
+    """exp((x - best) / T)."""
+    return tl.exp2((x - best) * (inverse_temperature * LOG2_E))
 
 
 @triton.jit
-def _sweep(rows, batch, column, candidates, low, high, best, inverse_temperature, SHIFT: tl.constexpr):
+def _sampled_bounds(sample, samples, inverse_temperature, best, total, wanted, lowest, highest, SCALE: tl.constexpr,
+                    SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
+    """The largest keys at or above which there is surely and perhaps enough, as far as a sample can tell. Counts are
+    estimated from above, where top-k cuts, and masses from below, where no token is heavy."""
+    side = 1 - 2 * tl.arange(0, 2)  # surely, perhaps
+    lane = tl.arange(0, _SAMPLES)
+    x = fetch(sample + lane, lane < samples, float("-inf"))[None, :]
+    low, high = tl.full([2], lowest, tl.int32), tl.full([2], highest, tl.int32)
+    while tl.max((high > low + 1).to(tl.int32), axis=0) > 0:
+        middle = _middle(low, high)
+        above = x >= key_logit(middle, SHIFT)[:, None]
+        if BY_COUNT:
+            count = tl.sum(above.to(tl.float32), axis=1)
+            enough = count - side * (4 * tl.sqrt(count) + 4) >= wanted / SCALE
+        else:
+            below = tl.where(above, 0.0, _weight(x, best, inverse_temperature))
+            deviation = 4 * tl.sqrt(tl.sum(below * below, axis=1))
+            enough = SCALE * (tl.sum(below, axis=1) + side * deviation) <= total - wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return tl.sum(tl.where(side > 0, low, 0), axis=0), tl.sum(tl.where(side < 0, low, 0), axis=0)
+
+
+@triton.jit
+def _sweep_ids(start, BLOCKS: tl.constexpr):
+    """Token ids of one step of a sweep, [2, BLOCKS, 256]: as a tile is held, but half as many."""
+    part, group = tl.arange(0, _SWEEP // LANES), tl.arange(0, BLOCKS)
+    lane = tl.arange(0, LANES)
+    return start + (part[:, None, None] * BLOCKS + group[None, :, None]) * LANES + lane[None, None, :]
+
+
+@triton.jit
+def _places(chosen):
+    """Numbers from 0 on for the chosen tokens of a step, int32 0 or 1, in an order of their own; and how many there are."""
+    counts = tl.sum(chosen, axis=2)  # [2, BLOCKS]
+    totals = tl.sum(counts, axis=0)
+    first = (tl.cumsum(totals, axis=0) - totals)[None, :] + tl.cumsum(counts, axis=0) - counts
+    return first[:, :, None] + tl.cumsum(chosen, axis=2) - chosen, tl.sum(totals, axis=0)
+
+
+@triton.jit
+def _scatter(candidates, place, x, SIZE: tl.constexpr):
+    """Store x at places below CANDIDATES; both of SIZE elements and any shape. Flattened in whatever order, they stay in the
+    registers where they are; as one number, so that it is the same order for both."""
+    both = (place.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    both = tl.reshape(both, [SIZE], can_reorder=True)
+    place = (both >> 32).to(tl.int32)
+    tl.store(candidates + place, both.to(tl.int32).to(tl.float32, bitcast=True), mask=place < _CANDIDATES)
+
+
+@triton.jit
+def _sweep(rows, batch, column, candidates, low, high, best, inverse_temperature, SHIFT: tl.constexpr,
+           BLOCKS: tl.constexpr):  # fmt: skip
     """One reading of a row: count and mass of what is at or above `high`, and of what is in [low, high); the latter goes
     to `candidates`, as far as there is room. low and high are keys."""
-    lane = tl.arange(0, _SWEEP)
     least, most = key_logit(low, SHIFT), key_logit(high, SHIFT)
-    over, over_mass = tl.zeros([_SWEEP], tl.int32), tl.zeros([_SWEEP], tl.float32)
-    within_mass = tl.zeros([_SWEEP], tl.float32)
-    found = tl.zeros([], tl.int32)
-    for start in range(0, vocab_size_of(rows), _SWEEP):
-        ids = start + lane
+    over, found = tl.zeros([BLOCKS], tl.int32), tl.zeros([], tl.int32)
+    over_mass, within_mass = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32)
+    for start in range(0, vocab_size_of(rows), BLOCKS * _SWEEP):
+        ids = _sweep_ids(start, BLOCKS)
         x = read(rows, batch, column, ids)
-        weight = tl.exp((x - best) * inverse_temperature)
+        weight = _weight(x, best, inverse_temperature)
         above = x >= most
-        within = ((x >= least) & (x < most) & (ids < vocab_size_of(rows))).to(tl.int32)
-        over += above.to(tl.int32)
-        over_mass += tl.where(above, weight, 0.0)
-        within_mass += tl.where(within != 0, weight, 0.0)
-        slot = found + tl.cumsum(within, axis=0) - 1
-        tl.store(candidates + slot, x, mask=(within != 0) & (slot < _CANDIDATES))
-        found += tl.sum(within, axis=0)
+        within = (x >= least) & (x < most) & (ids < vocab_size_of(rows))
+        over += block_sum(above.to(tl.int32))
+        over_mass += block_sum(tl.where(above, weight, 0.0))
+        within_mass += block_sum(tl.where(within, weight, 0.0))
+        place, count = _places(within.to(tl.int32))
+        _scatter(candidates, tl.where(within, found + place, _CANDIDATES), x, BLOCKS * _SWEEP)
+        found += count
     tl.debug_barrier()  # the candidates are read by other threads than wrote them
     return tl.sum(over, axis=0), tl.sum(over_mass, axis=0), found, tl.sum(within_mass, axis=0)
 
 
 @triton.jit
 def _collect(rows, batch, column, candidates, low, high, best, inverse_temperature, wanted, lowest, highest,
-             SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
+             SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """Sweep until [low, high) is known to hold the threshold and its logits to be in `candidates`."""
     floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
     over, found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -103,7 +137,7 @@ def _collect(rows, batch, column, candidates, low, high, best, inverse_temperatu
     searching = low < high
     while searching:
         over, over_mass, found, within_mass = _sweep(
-            rows, batch, column, candidates, low, high, best, inverse_temperature, SHIFT
+            rows, batch, column, candidates, low, high, best, inverse_temperature, SHIFT, BLOCKS
         )
         more, within = over_mass, within_mass
         if BY_COUNT:
@@ -119,19 +153,18 @@ def _collect(rows, batch, column, candidates, low, high, best, inverse_temperatu
 
 
 @triton.jit
-def _collect_around(rows, batch, column, x, candidates, best, total, inverse_temperature, wanted, lowest, highest,
-                    leave_top, SCALE: tl.constexpr, SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
-    """`_collect` from the bracket that the sample x gives; unless `leave_top`, with all that lies above it."""
-    low = _sampled_bound(x, inverse_temperature, best, total, wanted, lowest, highest, SCALE, 1, SHIFT, BY_COUNT)
-    high = highest
-    if leave_top:
-        high = 1 + _sampled_bound(
-            x, inverse_temperature, best, total, wanted, lowest, highest, SCALE, -1, SHIFT, BY_COUNT
-        )
-        high = tl.minimum(tl.maximum(high, low + 1), highest)
+def _collect_around(rows, batch, column, sample, samples, candidates, best, total, inverse_temperature, wanted, lowest, highest,
+                    leave_top, SCALE: tl.constexpr, SHIFT: tl.constexpr, BY_COUNT: tl.constexpr,
+                    BLOCKS: tl.constexpr):  # fmt: skip
+    """`_collect` from the bracket that the sample gives; unless `leave_top`, with all that lies above it."""
+    low, perhaps = _sampled_bounds(
+        sample, samples, inverse_temperature, best, total, wanted, lowest, highest, SCALE, SHIFT, BY_COUNT
+    )  # fmt: skip
+    high = tl.where(leave_top, tl.minimum(tl.maximum(perhaps, low) + 1, highest), highest)
     return _collect(
-        rows, batch, column, candidates, low, high, best, inverse_temperature, wanted, lowest, highest, SHIFT, BY_COUNT
-    )
+        rows, batch, column, candidates, low, high, best, inverse_temperature, wanted, lowest, highest, SHIFT, BY_COUNT,
+        BLOCKS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -147,7 +180,7 @@ def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse
         for start in range(0, found, _SAMPLES):
             x = tl.load(values + start + lane, mask=start + lane < found, other=float("-inf"))
             counts += (x >= least).to(tl.int32)
-            masses += tl.where(x >= least, tl.exp((x - best) * inverse_temperature), 0.0)
+            masses += tl.where(x >= least, _weight(x, best, inverse_temperature), 0.0)
         here = over_mass + tl.sum(masses, axis=0)
         enough = here >= wanted
         if BY_COUNT:
@@ -159,12 +192,12 @@ def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse
 
 
 @triton.jit
-def _mass_from(rows, batch, column, threshold, best, inverse_temperature):
+def _mass_from(rows, batch, column, threshold, best, inverse_temperature, BLOCKS: tl.constexpr):
     """sum of exp((x - best) / T) over x >= threshold, in one sweep."""
-    total = tl.zeros([_SWEEP], tl.float32)
-    for start in range(0, vocab_size_of(rows), _SWEEP):
-        x = read(rows, batch, column, start + tl.arange(0, _SWEEP))
-        total += tl.where(x >= threshold, tl.exp((x - best) * inverse_temperature), 0.0)
+    total = tl.zeros([BLOCKS], tl.float32)
+    for start in range(0, vocab_size_of(rows), BLOCKS * _SWEEP):
+        x = read(rows, batch, column, _sweep_ids(start, BLOCKS))
+        total += block_sum(tl.where(x >= threshold, _weight(x, best, inverse_temperature), 0.0))
     return tl.sum(total, axis=0)
 
 
@@ -174,7 +207,7 @@ def find_threshold(
     sample, candidates,  # scratch memory of the row
     best, total, inverse_temperature,  # of the whole row; best is finite
     filters,  # (top_k, top_p, min_p), [B] each or None
-    SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
+    SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The smallest logit that the filters keep, and sum of exp((x - best) / T) over what they keep."""
     top_k, top_p, min_p = filters
@@ -194,8 +227,6 @@ def find_threshold(
         whole: tl.constexpr = SAMPLE_SHIFT == 0
         scale: tl.constexpr = 1 << SAMPLE_SHIFT
         samples = tl.cdiv(vocab_size, scale)
-        lane = tl.arange(0, _SAMPLES)
-        x = tl.load(sample + lane, mask=lane < samples, other=float("-inf"), cache_modifier=".cg")
         # What is known of the logits in `values`: all those in [low, high), besides `over` that are above.
         low, high = lowest, highest
         over, over_mass = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
@@ -207,8 +238,8 @@ def find_threshold(
             wanted = k.to(tl.float32)
             if not whole:
                 low, high, over, over_mass, found, within_mass = _collect_around(
-                    rows, batch, column, x, candidates, best, total, inverse_temperature, wanted, lowest, highest,
-                    k > _CANDIDATES // 4, scale, SHIFT, True,
+                    rows, batch, column, sample, samples, candidates, best, total, inverse_temperature, wanted, lowest, highest,
+                    k > _CANDIDATES // 4, scale, SHIFT, True, BLOCKS,
                 )  # fmt: skip
             low, mass = _halve(
                 values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, True
@@ -223,8 +254,8 @@ def find_threshold(
             collected = (k > 0) & (over == 0) & (found <= _CANDIDATES)
             if not (collected | whole):
                 low, high, over, over_mass, found, within_mass = _collect_around(
-                    rows, batch, column, x, candidates, best, total, inverse_temperature, wanted, floor, highest,
-                    p < 1, scale, SHIFT, False,
+                    rows, batch, column, sample, samples, candidates, best, total, inverse_temperature, wanted, floor, highest,
+                    p < 1, scale, SHIFT, False, BLOCKS,
                 )  # fmt: skip
             low, mass = _halve(
                 values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, False
@@ -234,7 +265,7 @@ def find_threshold(
         least = best + tl.div_rn(tl.log(m), inverse_temperature)
         if least > threshold:
             threshold = least
-            mass = _mass_from(rows, batch, column, threshold, best, inverse_temperature)
+            mass = _mass_from(rows, batch, column, threshold, best, inverse_temperature, BLOCKS)
     return threshold, mass
 
 
@@ -246,25 +277,30 @@ def _sample_and_candidates(memory, row):
 
 
 @triton.jit
-def leave_sample(x, ids, vocab_size, row, memory, SAMPLE_SHIFT: tl.constexpr):
-    """Leave every 2**SAMPLE_SHIFT-th token of a tile in the row's sample."""
+def leave_sample(rows, batch, column, tile, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """Leave every 2**SAMPLE_SHIFT-th token of a tile in the row's sample. These few are read again: to bring them together
+    out of the registers would take longer."""
+    COUNT: tl.constexpr = max(1, BLOCKS * BLOCK >> SAMPLE_SHIFT)
     sample, _ = _sample_and_candidates(memory, row)
-    chosen = ((ids & ((1 << SAMPLE_SHIFT) - 1)) == 0) & (ids < vocab_size)
-    tl.store(sample + (ids >> SAMPLE_SHIFT), x, mask=chosen)
+    ids = tile * (BLOCKS * BLOCK) + (tl.arange(0, COUNT) << SAMPLE_SHIFT)
+    chosen = ((ids & ((1 << SAMPLE_SHIFT) - 1)) == 0) & (ids < vocab_size_of(rows))
+    tl.store(sample + (ids >> SAMPLE_SHIFT), read_raw(rows, batch, column, ids), mask=chosen)
 
 
 @triton.jit
 def filter_row(
     rows, batch, column, row, memory, best, total, inverse_temperature, greedy, filters,
-    SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
+    SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Threshold and mass of any row; greedy rows and rows without a distribution are not filtered."""
     threshold, mass = tl.full([], float("-inf"), tl.float32), total
     if (tl.abs(best) < float("inf")) & (not greedy):
         sample, candidates = _sample_and_candidates(memory, row)
         threshold, mass = find_threshold(
-            rows, batch, column, sample, candidates, best, total, inverse_temperature, filters, SHIFT, SAMPLE_SHIFT
-        )
+            rows, batch, column, sample, candidates, best, total, inverse_temperature, filters, SHIFT, SAMPLE_SHIFT,
+            BLOCKS,
+        )  # fmt: skip
     return threshold, mass
 
 

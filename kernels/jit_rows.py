@@ -18,8 +18,11 @@ What the kernels hand to each other:
     memory  (scratch, number of rows, tiles of a row, blocks of a row): where the tiles leave their numbers.
     noise   (seed, position, origin, stream): what a random number is for, besides its index (jit_random.py).
 
-The interpreter's max and argmax skip NaN and a GPU's need not, so NaN becomes +inf when it is read: +inf as the largest
-logit marks a row that has no distribution.
+A tile is held as [BLOCK / 256, BLOCKS, 256]: a warp then has whole blocks, 8 neighbouring tokens to a thread, and what is
+said of a block is worked out in registers and by shuffles.
+
+The interpreter's max and argmax skip NaN and a GPU's need not, so a NaN must not decide: +inf as the largest logit marks a
+row that has no distribution. `read` makes +inf of NaN; after `read_raw` the sum of exponentials shows that there was one.
 """
 
 import triton
@@ -28,11 +31,11 @@ import triton.language as tl
 from .records import DRAW_BLOCK, GREEDY_BELOW
 
 BLOCK = DRAW_BLOCK
-# A program has 16 tokens to a thread: two loads of 16 bytes in bf16, and few enough registers for 1024 threads on a
-# processor (128 KiB of logits on their way to it). Where there are filters, one program searches a whole row and wants
-# more threads for it, but could not have more than 512.
-PLAIN = dict(blocks=4, threads=256)
-FILTERED = dict(blocks=8, threads=512)
+LANES = tl.constexpr(256)  # neighbouring tokens of a block that a warp reads at once: 16 bytes a thread in bf16
+LOG2_E = tl.constexpr(1.4426950408889634)
+# A program has 32 tokens to a thread: what is done once per program counts little then, and four loads of 16 bytes in bf16 are
+# on their way at once.
+TILE_BLOCKS, THREADS = 8, 256
 
 # Fields of the scratch memory: of each tile of each row, of each block of each row, of each row.
 PEAK, MASS, ARGMAX, VALUE, WINNER, HEAT, RESIDUAL_MASS = (tl.constexpr(i) for i in range(7))
@@ -46,9 +49,9 @@ _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 
 
 @triton.jit
-def read(rows, batch, column, ids):
+def read_raw(rows, batch, column, ids):
     """Logits float32 of tokens `ids` >= 0 in row `column` (int64, scalar or of the shape of ids) of sequence `batch`
-    (int64 scalar): bias added, -inf outside the mask and beyond the vocabulary, +inf for NaN."""
+    (int64 scalar): bias added, -inf outside the mask and beyond the vocabulary."""
     view, bias, mask = rows
     logits, vocab_size, stride_batch, stride_row, stride_token = view
     at = logits + batch * stride_batch + column * stride_row + ids.to(tl.int64) * stride_token
@@ -61,7 +64,19 @@ def read(rows, batch, column, ids):
         allowed, size, stride_batch, stride_row, stride_token = mask
         at = allowed + batch * stride_batch + column * stride_row + ids.to(tl.int64) * stride_token
         x = tl.where(tl.load(at, mask=(ids < vocab_size) & (ids < size), other=1) != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def without_nan(x):
+    """+inf in place of NaN."""
     return tl.where(x == x, x, float("inf"))
+
+
+@triton.jit
+def read(rows, batch, column, ids):
+    """As `read_raw`, and +inf for NaN."""
+    return without_nan(read_raw(rows, batch, column, ids))
 
 
 @triton.jit
@@ -77,16 +92,35 @@ def read_at(rows, batch, column, ids):
 
 @triton.jit
 def tile_ids(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Token ids [BLOCKS, BLOCK] of a tile."""
-    block = tile * BLOCKS + tl.arange(0, BLOCKS)
-    return block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    """Token ids of a tile, as it is held: [BLOCK / 256, BLOCKS, 256]."""
+    block, part = tile * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCK // LANES)
+    return block[None, :, None] * BLOCK + part[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
 
 
 @triton.jit
 def tile_indices(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Random-number indices [BLOCKS, BLOCK // 4] of a tile: four tokens to an index."""
-    block = tile * BLOCKS + tl.arange(0, BLOCKS)
-    return block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+    """Random-number indices of a tile, four tokens to an index: [BLOCK / 256, BLOCKS, 64]."""
+    block, part = tile * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCK // LANES)
+    lane = tl.arange(0, LANES // 4)[None, None, :]
+    return block[None, :, None] * (BLOCK // 4) + part[:, None, None] * (LANES // 4) + lane
+
+
+@triton.jit
+def block_max(x):
+    """Of each block of a tile: [BLOCKS]."""
+    return tl.max(tl.max(x, axis=0), axis=1)
+
+
+@triton.jit
+def block_sum(x):
+    """Likewise."""
+    return tl.sum(tl.sum(x, axis=0), axis=1)
+
+
+@triton.jit
+def tile_max(x):
+    """Of a whole tile."""
+    return tl.max(block_max(x), axis=0)
 
 
 @triton.jit
@@ -107,21 +141,21 @@ def finite(x):
 
 @triton.jit
 def block_mass(x, peak, inverse_temperature):
-    """sum of exp((x - peak) / T) along each block: x [BLOCKS, BLOCK], peak [BLOCKS]."""
-    return tl.sum(tl.exp((x - finite(peak)[:, None]) * inverse_temperature), axis=1)
+    """sum of exp((x - peak) / T) over each block of a tile x: [BLOCKS], as peak."""
+    return block_sum(tl.exp2((x - finite(peak)[None, :, None]) * (inverse_temperature * LOG2_E)))
 
 
 @triton.jit
 def tile_heat(x, peak, inverse_temperature):
     """sum of d exp(d) over a tile, d = (x - peak) / T; 0 where d = -inf."""
     d = (x - finite(peak)) * inverse_temperature
-    return tl.sum(tl.sum(tl.where(d > float("-inf"), d * tl.exp(d), 0.0), axis=1), axis=0)
+    return tl.sum(block_sum(tl.where(d > float("-inf"), d * tl.exp(d), 0.0)), axis=0)
 
 
 @triton.jit
 def lowest_id(value, top, ids):
-    """The lowest of a tile's ids [BLOCKS, BLOCK] whose value is `top`."""
-    return tl.min(tl.min(tl.where(value == top, ids, NO_ID), axis=1), axis=0)
+    """The lowest of a tile's ids whose value is `top`."""
+    return tl.min(tl.min(tl.min(tl.where(value == top, ids, NO_ID), axis=0), axis=1), axis=0)
 
 
 @triton.jit
@@ -195,10 +229,11 @@ def log_sum_exp(best, total, inverse_temperature):
 
 @triton.jit
 def leave_masses(x, tile, row, memory, inverse_temperature, BLOCKS: tl.constexpr):
-    """Leave peak and mass of each block of a tile; returns those of the tile."""
+    """Leave peak and mass of each block of a tile, which may be raw; returns those of the tile."""
     block = tile * BLOCKS + tl.arange(0, BLOCKS)
-    peaks = tl.max(x, axis=1)
+    peaks = block_max(x)
     masses = block_mass(x, peaks, inverse_temperature)
+    peaks = tl.where(masses == masses, peaks, float("inf"))
     tl.store(blocks_at(memory, BLOCK_PEAK, row) + block, peaks, mask=block < memory[3])
     tl.store(blocks_at(memory, BLOCK_MASS, row) + block, masses, mask=block < memory[3])
     peak = tl.max(peaks, axis=0)
@@ -208,15 +243,15 @@ def leave_masses(x, tile, row, memory, inverse_temperature, BLOCKS: tl.constexpr
 @triton.jit
 def leave_stats(x, ids, tile, row, memory, inverse_temperature, want_argmax, MASSES: tl.constexpr,
                 BLOCKS: tl.constexpr):  # fmt: skip
-    """Leave the peak of a tile, its mass and argmax if wanted; returns the peak."""
+    """Leave the peak of a tile, its mass and argmax if wanted; returns the peak. The tile may be raw if MASSES."""
     if MASSES:
         peak, mass = leave_masses(x, tile, row, memory, inverse_temperature, BLOCKS)
         tl.store(tiles_at(memory, MASS, row) + tile, mass)
     else:
-        peak = tl.max(tl.max(x, axis=1), axis=0)
+        peak = tile_max(x)
     tl.store(tiles_at(memory, PEAK, row) + tile, peak)
     if want_argmax:
-        tl.store(as_int(tiles_at(memory, ARGMAX, row)) + tile, lowest_id(x, peak, ids))
+        tl.store(as_int(tiles_at(memory, ARGMAX, row)) + tile, lowest_id(without_nan(x), peak, ids))
     return peak
 
 

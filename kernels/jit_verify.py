@@ -48,8 +48,9 @@ def leave_filtered_row(
     """Leave what the sequence will ask of a filtered row: threshold, lse, own token, entropy."""
     best, total, own = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
     threshold, total = filter_row(
-        target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT
-    )
+        target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT,
+        BLOCKS,
+    )  # fmt: skip
     if METHOD == "coupled":
         if not greedy:
             own = draw_kept(target, batch, column, threshold, best, inverse_temperature, noise, BLOCKS, BLOCK)
@@ -74,16 +75,26 @@ def fetch_filtered_rows(row, inside, memory):
 
 
 @triton.jit
-def fetch_rows(row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD: tl.constexpr, MASSES: tl.constexpr,
-                NUM_TILES: tl.constexpr):  # fmt: skip
-    """The same of unfiltered rows, from their tiles. x_left_out [WIDTH]: the logit of the token that is not in them."""
+def fetch_tiles(row, inside, memory, MASSES: tl.constexpr, NUM_TILES: tl.constexpr):
+    """Peaks and masses of the tiles of rows [WIDTH]: [WIDTH, NUM_TILES] each; without MASSES the peaks stand for both."""
     row, tile = row[:, None], tl.arange(0, NUM_TILES)[None, :]
     known = inside[:, None] & (tile < memory[2])
     peak = fetch(tiles_at(memory, PEAK, row) + tile, known, float("-inf"))
+    mass = peak
+    if MASSES:
+        mass = fetch(tiles_at(memory, MASS, row) + tile, known, 0.0)
+    return peak, mass
+
+
+@triton.jit
+def from_tiles(peak, mass, row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD: tl.constexpr,
+               MASSES: tl.constexpr, NUM_TILES: tl.constexpr):  # fmt: skip
+    """As `fetch_filtered_rows`, of unfiltered rows. x_left_out [WIDTH]: the logit of the token that is not in their tiles."""
+    row, tile = row[:, None], tl.arange(0, NUM_TILES)[None, :]
+    known = inside[:, None] & (tile < memory[2])
     best = tl.maximum(tl.max(peak, axis=1), x_left_out)
     entropy = tl.zeros_like(best)
     if MASSES:
-        mass = fetch(tiles_at(memory, MASS, row) + tile, known, 0.0)
         total = total_mass(peak, mass, best[:, None], inverse_temperature, 1)
         total += tl.exp((x_left_out - finite(best)) * inverse_temperature)
         if METHOD == "typical":
@@ -108,16 +119,22 @@ def fetch_rows(row, inside, memory, x_left_out, inverse_temperature, greedy, MET
 
 
 @triton.jit
-def fit_drafts(token, lse, draft, draft_threshold, draft_lse, batch, column, num_drafts, inverse_temperature, greedy):
-    """Per draft [WIDTH]: whether it can be tested at all, q of its token (1 for one-hot drafts), and its flags."""
-    inside = column < num_drafts
-    testable = inside & (token >= 0) & (tl.abs(lse) < float("inf"))
+def read_drafts(token, draft, draft_threshold, draft_lse, batch, column, num_drafts):
+    """Of the drafts [WIDTH], in the drafter's rows: logit, lse and threshold."""
+    at, inside = batch * num_drafts + column, column < num_drafts
+    q_lse = tl.load(draft_lse + at, mask=inside, other=0.0)
+    least = tl.load(draft_threshold + at, mask=inside, other=0.0)
+    return read_at(draft, batch, column, token), q_lse, least
+
+
+@triton.jit
+def fit_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy):
+    """Per draft [WIDTH]: whether it can be tested at all, q of its token, and its flags; drafts: what `read_drafts` has read,
+    None for one-hot drafts, whose q is 1."""
+    testable = (column < num_drafts) & (token >= 0) & (tl.abs(lse) < float("inf"))
     fit, q, flags = testable, tl.full(lse.shape, 1.0, tl.float32), tl.zeros_like(token).to(tl.int32)
-    if draft_lse is not None:
-        at = batch * num_drafts + column
-        q_lse = tl.load(draft_lse + at, mask=inside, other=0.0)
-        least = tl.load(draft_threshold + at, mask=inside, other=0.0)
-        y = read_at(draft, batch, column, token)
+    if drafts is not None:
+        y, q_lse, least = drafts
         q = tl.where(y >= least, tl.exp(y * inverse_temperature - q_lse), 0.0)
         valid = tl.abs(q_lse) < float("inf")
         fit = tl.where(greedy, testable, testable & valid & (q != 0))

@@ -66,6 +66,8 @@ def sample(
     _check_logits("logits", logits, (2, 3))
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_rows(logits.shape[0], **rows, seed=seed, position=position, origin=origin)
+    if stream not in philox.STREAMS:
+        raise ValueError(f"stream must be one of {', '.join(map(str, philox.STREAMS))} (see philox), got {stream!r}")
     _check_vocabulary(logits, logit_bias, token_mask)
     more: dict[str, Any] = dict(rows, seed=seed, position=position, origin=origin, stream=stream)
     more |= dict(logit_bias=logit_bias, token_mask=token_mask, return_logprobs=return_logprobs)
@@ -125,11 +127,12 @@ def verify(
             )
     elif draft_stats is not None:
         raise ValueError("draft_stats must be None where draft_logits is None (a one-hot draft has none)")
-    if draft_stats is not None and draft_stats.lse.shape != draft_tokens.shape:
-        raise ValueError(
-            f"draft_stats must have fields of shape [B, K] = {list(draft_tokens.shape)}, "
-            f"got {list(draft_stats.lse.shape)}"
-        )
+    if draft_stats is not None:
+        shapes = [list(field.shape) for field in draft_stats] if isinstance(draft_stats, RowStats) else draft_stats
+        if shapes != [list(draft_tokens.shape)] * len(RowStats._fields):
+            raise ValueError(
+                f"draft_stats must be RowStats with fields of shape [B, K] = {list(draft_tokens.shape)}, got {shapes}"
+            )
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_rows(batch, **rows, seed=seed, position=position)
     _check_vocabulary(target_logits, logit_bias, token_mask)
@@ -168,10 +171,14 @@ def _check_rows(batch: int, **values: Tensor | None) -> None:
     for name, value in values.items():
         if value is None:
             continue
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor of shape [B] = [{batch}], got {value!r}")
         if value.shape != (batch,):
             raise ValueError(f"{name} must have shape [B] = [{batch}], got {list(value.shape)}")
         if name in ("seed", "position", "origin") and value.dtype != torch.int64:
             raise ValueError(f"{name} must be int64, got {value.dtype}")
+        if name == "top_k" and (value.is_floating_point() or value.dtype == torch.bool):
+            raise ValueError(f"top_k must be int, got {value.dtype}")
 
 
 def _check_vocabulary(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> None:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SAMPLE, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
+STREAMS = SAMPLE, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 BLOCK_LEVEL = 1 << 33  # as a token; as an index 2**31
 
 _MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57

@@ -18,6 +18,7 @@ from .jit_draw import choose_block, choose_token, draw_in_two_levels, leave_kept
 from .jit_random import RESIDUAL, SAMPLE, log1m
 from .jit_rows import (
     BLOCK_RESIDUAL_MASS,
+    LOG2_E,
     RESIDUAL_MASS,
     ROW_LSE,
     ROW_PENDING,
@@ -25,11 +26,13 @@ from .jit_rows import (
     ROW_THRESHOLD,
     arrive,
     as_int,
+    block_sum,
     blocks_at,
     fetch,
     load_temperature,
     pick,
     read,
+    read_raw,
     row_at,
     tile_ids,
     tiles_at,
@@ -42,14 +45,15 @@ _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 
 @triton.jit
 def residual_weights(x, y, shifts, inverse_temperature):
-    """log(s p) and q / (s p) of tokens with logits x and y; log max(s p - q, 0) = log(s p) + log(1 - ratio).
+    """log2(s p) and q / (s p) of tokens with logits x and y; log max(s p - q, 0) = log(s p) + log(1 - ratio).
 
     shifts = (lse of p - log s, lse of q, threshold of p, threshold of q). The ratio is NaN where both are 0.
     """
     p_shift, q_shift, threshold, draft_threshold = shifts
-    log_p = tl.where(x >= threshold, x * inverse_temperature - p_shift, float("-inf"))
-    log_q = tl.where(y >= draft_threshold, y * inverse_temperature - q_shift, float("-inf"))
-    return log_p, tl.exp(log_q - log_p)
+    scale = inverse_temperature * LOG2_E
+    log_p = tl.where(x >= threshold, x * scale - p_shift * LOG2_E, float("-inf"))
+    log_q = tl.where(y >= draft_threshold, y * scale - q_shift * LOG2_E, float("-inf"))
+    return log_p, tl.exp2(log_q - log_p)
 
 
 @triton.jit
@@ -61,13 +65,13 @@ def _draw_from_residual(rows, draft, batch, column, mass, shifts, inverse_temper
     ids = start + tl.arange(0, BLOCK)
     x, y = read(rows, batch, column, ids), read(draft, batch, column, ids)
     log_p, ratio = residual_weights(x, y, shifts, inverse_temperature)
-    weight = tl.where(ratio < 1, log_p + log1m(tl.where(ratio < 1, ratio, 0.0)), float("-inf"))
+    weight = tl.where(ratio < 1, log_p / LOG2_E + log1m(tl.where(ratio < 1, ratio, 0.0)), float("-inf"))
     return choose_token(weight, ids, start, noise, BLOCK), tl.max(log_mass, axis=0) > float("-inf")
 
 
 # On what is specialised, see row_stats_kernel.
 @triton.jit(
-    do_not_specialize=["num_rows", "width", "num_slots"],
+    do_not_specialize=["num_rows", "width"],
     do_not_specialize_on_alignment=[
         "draft_tokens", "draft_threshold", "draft_lse", "temperature", "seed", "position",
         "tokens", "num_accepted", "status", "logprobs",
@@ -84,15 +88,13 @@ def residual_kernel(
     logprobs,  # [B, K+1] float32, or None; likewise
     scratch, counters,
     num_rows, width, num_tiles, num_blocks,
-    num_slots,  # rows per sequence: 1 for rejection, K for block
     METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr,
     NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, drafts, memory = (target, bias, mask), (draft, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
-    program = tl.program_id(0)
-    tile, slot = program % num_tiles, program // num_tiles
-    batch, column = (slot // num_slots).to(tl.int64), (slot % num_slots).to(tl.int64)
+    tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pending = tl.load(as_int(row_at(memory, ROW_PENDING, batch * width)))
+    inverse_temperature, _ = load_temperature(temperature, batch)
     if METHOD == "rejection":
         column = pending.to(tl.int64)  # the row of the first rejection, or -1
         active, expected = column >= 0, num_tiles
@@ -100,12 +102,14 @@ def residual_kernel(
         active, expected = column < pending, pending * num_tiles  # each row that has a draft which is fit
     if active:
         row = batch * width + column
-        inverse_temperature, _ = load_temperature(temperature, batch)
-        shifts = _shifts(row, row - batch, memory, draft_threshold, draft_lse, METHOD)
         ids = tile_ids(tile, BLOCKS, BLOCK)
-        x, y = read(rows, batch, column, ids), read(drafts, batch, column, ids)
+        x, y = (
+            read_raw(rows, batch, column, ids),
+            read_raw(drafts, batch, column, ids),
+        )  # without NaN, or they would not be fit
+        shifts = _shifts(row, row - batch, memory, draft_threshold, draft_lse, METHOD)
         log_p, ratio = residual_weights(x, y, shifts, inverse_temperature)
-        mass = tl.sum(tl.where(ratio < 1, tl.exp(log_p) * (1 - ratio), 0.0), axis=1)
+        mass = block_sum(tl.where(ratio < 1, tl.exp2(log_p) * (1 - ratio), 0.0))
         block = tile * BLOCKS + tl.arange(0, BLOCKS)
         tl.store(blocks_at(memory, BLOCK_RESIDUAL_MASS, row) + block, mass, mask=block < num_blocks)
         tl.store(tiles_at(memory, RESIDUAL_MASS, row) + tile, tl.sum(mass, axis=0))

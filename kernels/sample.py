@@ -20,13 +20,13 @@ from .jit_rows import (
     leave_stats,
     load_temperature,
     log_sum_exp,
-    read,
     read_at,
+    read_raw,
     tile_ids,
 )
+from .launch import as_rows, empty_stats, is_filtered, row_arguments, shape_arguments, view, vocabulary_view
 from .philox import SAMPLE
 from .records import Draws
-from .row_stats import as_rows, empty_stats, is_filtered, row_arguments, shape_arguments, view, vocabulary_view
 
 
 # On what is specialised, see row_stats_kernel.
@@ -51,9 +51,10 @@ def sample_kernel(
     NUM_TILES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, memory = (logits, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
-    program = tl.program_id(0)
-    row, tile = (program // num_tiles).to(tl.int64), program % num_tiles
-    batch, column = row // width, row % width
+    tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = batch * width + column
+    ids = tile_ids(tile, BLOCKS, BLOCK)
+    x = read_raw(rows, batch, column, ids)  # first, so that all else is done while they come
     inverse_temperature, greedy = load_temperature(temperature, batch)
     row_position = tl.load(position + batch) + column
     row_origin = tl.zeros_like(row_position)
@@ -61,11 +62,9 @@ def sample_kernel(
         row_origin = tl.load(origin + batch)
     noise = (tl.load(seed + batch), row_position, row_origin, noise_stream)
 
-    ids = tile_ids(tile, BLOCKS, BLOCK)
-    x = read(rows, batch, column, ids)
     peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
     if FILTERED:
-        leave_sample(x, ids, logits[1], row, memory, SAMPLE_SHIFT)
+        leave_sample(rows, batch, column, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
     else:
         if not greedy:
             leave_winner(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
@@ -77,7 +76,7 @@ def sample_kernel(
         if FILTERED:
             least, total = filter_row(
                 rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
-                SHIFT, SAMPLE_SHIFT,
+                SHIFT, SAMPLE_SHIFT, BLOCKS,
             )  # fmt: skip
             if not greedy:
                 token = draw_kept(rows, batch, column, least, best, inverse_temperature, noise, BLOCKS, BLOCK)
@@ -117,10 +116,10 @@ def sample(
     tokens = torch.empty_like(stats.argmax)
     logprobs = torch.empty_like(stats.lse) if return_logprobs else None
     filtered = is_filtered(top_k, top_p, min_p)
-    shape = shape_arguments(rows, filtered, logit_bias, batched=False)
+    shape = shape_arguments(rows, filtered, logit_bias, token_mask, batched=False)
     if tokens.numel():
         with torch.cuda.device_of(logits):
-            sample_kernel[(shape["num_rows"] * shape["num_tiles"],)](
+            sample_kernel[(shape["num_tiles"], rows.shape[1], rows.shape[0])](
                 logits=view(rows),
                 bias=vocabulary_view(logit_bias, rows),
                 mask=vocabulary_view(token_mask, rows),

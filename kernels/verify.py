@@ -35,25 +35,29 @@ from .jit_rows import (
     leave_stats,
     load_temperature,
     pick,
-    read,
     read_at,
+    read_raw,
     row_at,
     tile_heat,
     tile_ids,
     tiles_at,
+    without_nan,
 )
 from .jit_verify import (
     block_length,
     draft_prefix,
     fetch_filtered_rows,
-    fetch_rows,
+    fetch_tiles,
     fit_drafts,
+    from_tiles,
     leave_filtered_row,
+    read_drafts,
     store_verdict,
 )
+from .launch import is_filtered, is_simple, registers, row_arguments, shape_arguments, view, vocabulary_view
 from .records import RowStats, Status, Verdict
 from .residual import residual_kernel
-from .row_stats import is_filtered, row_arguments, row_stats, shape_arguments, view, vocabulary_view
+from .row_stats import row_stats
 
 _NAN_TARGET = tl.constexpr(int(Status.NAN_TARGET))
 _EMPTY_TARGET = tl.constexpr(int(Status.EMPTY_TARGET))
@@ -87,38 +91,39 @@ def verify_kernel(
     MASSES: tl.constexpr = METHOD != "coupled" or FILTERED or logprobs is not None
     LEAVE_OUT: tl.constexpr = draft is None and not FILTERED and (METHOD == "rejection" or METHOD == "block")
     rows, memory = (target, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
-    program = tl.program_id(0)
-    row, tile = (program // num_tiles).to(tl.int64), program % num_tiles
-    batch, column = row // width, row % width
-    inverse_temperature, greedy = load_temperature(temperature, batch)
-    first = tl.load(position + batch)
-    noise = (tl.load(seed + batch), first + column, tl.zeros_like(first), SAMPLE)
+    tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = batch * width + column
 
-    # This tile.
+    # This tile. The logits are asked for first, so that all else is done while they come.
     ids = tile_ids(tile, BLOCKS, BLOCK)
-    x = read(rows, batch, column, ids)
+    x = read_raw(rows, batch, column, ids)
+    inverse_temperature, greedy = load_temperature(temperature, batch)
     if LEAVE_OUT:
         left_out = tl.load(draft_tokens + row - batch, mask=(column < width - 1) & (not greedy), other=-1)
-        left_out = tl.where(left_out < target[1], left_out, -1).to(tl.int32)
-        x = tl.where(ids == left_out, float("-inf"), x)
+        if left_out // (BLOCKS * BLOCK) == tile:
+            here = (left_out % (BLOCKS * BLOCK)).to(tl.int32)
+            x = tl.where(tile_ids(0, BLOCKS, BLOCK) == here, float("-inf"), x)
+    if not MASSES:
+        x = without_nan(x)
     peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
     if FILTERED:
-        leave_sample(x, ids, target[1], row, memory, SAMPLE_SHIFT)
+        leave_sample(rows, batch, column, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
     else:
         if METHOD == "coupled":
             if not greedy:
+                noise = _own_noise(seed, position, batch, column)
                 leave_winner(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
         if METHOD == "typical":
             tl.store(tiles_at(memory, HEAT, row) + tile, tile_heat(x, peak, inverse_temperature))
 
     # Its row, if this is the last tile of it, and its sequence, if this is the last row of it.
     sequence = (
-        draft_tokens, (draft, bias, mask), draft_threshold, draft_lse, tl.load(seed + batch), first,
-        inverse_temperature, greedy,
+        draft_tokens, (draft, bias, mask), draft_threshold, draft_lse, seed, position, inverse_temperature, greedy,
     )  # fmt: skip
     outputs = (tokens, num_accepted, status, logprobs)
     if FILTERED:
         if arrive(counters + row, num_tiles):
+            noise = _own_noise(seed, position, batch, column)
             leave_filtered_row(
                 rows, batch, column, row, memory, inverse_temperature, greedy, (top_k, top_p, min_p), noise,
                 METHOD, SHIFT, SAMPLE_SHIFT, NUM_TILES, BLOCKS, BLOCK,
@@ -137,33 +142,44 @@ def verify_kernel(
 
 
 @triton.jit
+def _own_noise(seed, position, batch, column):
+    """With which a row draws by itself."""
+    first = tl.load(position + batch)
+    return tl.load(seed + batch), first + column, tl.zeros_like(first), SAMPLE
+
+
+@triton.jit
 def _decide(
     rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, MASSES: tl.constexpr, LEAVE_OUT: tl.constexpr,
     WIDTH: tl.constexpr, NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Test a sequence's drafts and emit its tokens; or leave to the second launch what needs the drafts' rows."""
-    draft_tokens, draft, draft_threshold, draft_lse, seed, first, inverse_temperature, greedy = sequence
+    draft_tokens, draft, draft_threshold, draft_lse, seed, position, inverse_temperature, greedy = sequence
+    seed, first = tl.load(seed + batch), tl.load(position + batch)
     num_drafts = width - 1
     column = tl.arange(0, WIDTH).to(tl.int64)
     inside, row = column < width, batch * width + column
     token = tl.load(draft_tokens + batch * num_drafts + column, mask=column < num_drafts, other=-1)
 
-    # The rows, and p and q of the drafted tokens.
-    x = read_at(rows, batch, column, token)
+    # The rows, and p and q of the drafted tokens. All is asked for before any of it is used.
     if FILTERED:
         threshold, lse, own, entropy = fetch_filtered_rows(row, inside, memory)
     else:
+        peak, mass = fetch_tiles(row, inside, memory, MASSES, NUM_TILES)
+    x = read_at(rows, batch, column, token)
+    drafts = None
+    if draft_lse is not None:
+        drafts = read_drafts(token, draft, draft_threshold, draft_lse, batch, column, num_drafts)
+    if not FILTERED:
         x_left_out = tl.full([WIDTH], float("-inf"), tl.float32)
         if LEAVE_OUT:
             x_left_out = tl.where(greedy, x_left_out, x)
-        threshold, lse, own, entropy = fetch_rows(
-            row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, MASSES, NUM_TILES
+        threshold, lse, own, entropy = from_tiles(
+            peak, mass, row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, MASSES, NUM_TILES
         )
     p = tl.where((x >= threshold) & (x > float("-inf")), tl.exp(x * inverse_temperature - lse), 0.0)
-    fit, q, flags = fit_drafts(
-        token, lse, draft, draft_threshold, draft_lse, batch, column, num_drafts, inverse_temperature, greedy
-    )
+    fit, q, flags = fit_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy)
 
     # How many drafts stand.
     if METHOD == "coupled":
@@ -264,7 +280,7 @@ def verify(
     )
     if batch == 0:
         return verdict
-    shape = shape_arguments(target_logits, filtered, logit_bias, batched=True)
+    shape = shape_arguments(target_logits, filtered, logit_bias, token_mask, batched=True)
     shape["NUM_BLOCKS"] = max(4, triton.next_power_of_2(shape["num_blocks"]))
     both = dict(
         target=view(target_logits),
@@ -284,12 +300,17 @@ def verify(
         METHOD=method,
     )
     with torch.cuda.device_of(target_logits):
-        grid = (shape["num_rows"] * shape["num_tiles"],)
+        grid = (shape["num_tiles"], width, batch)
         filters = {name: rows[name] for name in ("top_k", "top_p", "min_p")}
         thresholds = dict(typical_epsilon=typical_epsilon, typical_delta=typical_delta)
+        # As many programs to a processor as there can be without spills.
+        if not filtered and width > 16:
+            shape |= registers(255)
+        elif not filtered and (method == "rejection" or draft_logits is not None):
+            shape |= registers(80) if is_simple(target_logits, logit_bias, token_mask) else {}
         verify_kernel[grid](**both, **shape, **filters, **thresholds)
         if draft_logits is not None:
             slots = 1 if method == "rejection" else width - 1
             del shape["SHIFT"], shape["SAMPLE_SHIFT"]
-            residual_kernel[(batch * slots * shape["num_tiles"],)](**both, **shape, num_slots=slots)
+            residual_kernel[(shape["num_tiles"], slots, batch)](**both, **shape)
     return verdict

@@ -20,8 +20,9 @@ _reserved: dict[torch.device, Tensor] = {}
 
 def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple[Tensor, Tensor]:
     """(counters int32, all 0; scratch float32) with at least so many elements each."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _captured_counters(device, num_counters), torch.empty(num_floats, device=device)
+    if _capturing(device):
+        zeros = _captured_counters(device, num_counters)
+        return zeros, torch.empty(num_floats, dtype=torch.float32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     counters, scratch = _stream_memory.get((device, stream), (None, None))
     if counters is None or counters.numel() < num_counters:
@@ -30,6 +31,13 @@ def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple
         scratch = torch.empty(num_floats, dtype=torch.float32, device=device)
     _stream_memory[device, stream] = counters, scratch
     return counters, scratch
+
+
+def _capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # torch asks about the current device's stream
+        return torch.cuda.is_current_stream_capturing()
 
 
 def reserve(device: torch.device) -> None:

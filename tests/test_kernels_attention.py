@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.kernels import attention, attention_ops, attention_reference
 from engine.kernels.attention import blocks_for, ragged_attention, split_size_for
+from engine.kernels.workspace import workspace
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_empty"),
@@ -136,6 +137,15 @@ def test_padding() -> None:
     # Nor does the query of a padding column matter to the others.
     case["query"][1, :, 1:] = torch.nan
     assert torch.equal(attend(case)[1, 0], output[1, 0])
+
+
+def test_padding_beyond_the_window_of_many_splits() -> None:
+    """Such columns see no key, and no program leaves anything for them: what the scratch memory holds is of an earlier call."""
+    width, device = 128, torch.device(DEVICE)
+    case = attention_case((8292,), width=width, group=4, kv_heads=1, head_dim=16, capacity=8292 + width, num_valid=(1,))
+    _, scratch = workspace(device, 0, 4_000_000)
+    scratch.fill_(torch.nan)
+    check_attention(case, window=1)
 
 
 def test_nan_in_sight_is_reported() -> None:

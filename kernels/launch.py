@@ -1,0 +1,93 @@
+"""What the launchers of `row_stats`, `sample` and `verify` share: how tensors are handed to the kernels, and in what shapes."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .jit_filters import CANDIDATES, SAMPLES, key_shift, sample_shift
+from .jit_rows import BLOCK, THREADS, TILE_BLOCKS, floats_per_row
+from .numerics import spread
+from .records import RowStats
+from .workspace import workspace
+
+MAX_BATCH = 65_535  # of the third dimension of a grid
+
+
+def as_rows(logits: Tensor) -> Tensor:
+    """[B, V] or [B, W, V] as [B, W, V]."""
+    return logits if logits.dim() == 3 else logits[:, None]
+
+
+def view(rows: Tensor) -> tuple[Tensor, int, int, int, int]:
+    """What a kernel gets of logits [B, W, V]."""
+    return rows, rows.shape[2], rows.stride(0), rows.stride(1), rows.stride(2)
+
+
+def vocabulary_view(value: Tensor | None, rows: Tensor) -> tuple[Tensor, int, int, int, int] | None:
+    """The same of a bias or mask [V], [B, V] or [B, W, V] over logits [B, W, V]: strides are 0 where it is spread."""
+    if value is None:
+        return None
+    return view(spread(value, 3).expand(rows.shape[0], rows.shape[1], -1))
+
+
+def row_arguments(**values: Tensor | None) -> dict[str, Tensor | None]:
+    """Small tensors [B] as the kernels read them: contiguous."""
+    return {name: None if value is None else value.contiguous() for name, value in values.items()}
+
+
+def is_filtered(top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> bool:
+    return not (top_k is None and top_p is None and min_p is None)
+
+
+def shape_arguments(
+    rows: Tensor, filtered: bool, logit_bias: Tensor | None, token_mask: Tensor | None, batched: bool
+) -> dict[str, Any]:
+    """Sizes, memory and options for a pass over logits [B, W, V]; `batched`: with a counter per sequence too."""
+    batch, width, vocab_size = rows.shape
+    if batch > MAX_BATCH:
+        raise ValueError(f"B must be <= {MAX_BATCH}, got logits of shape {list(rows.shape)}")
+    num_rows, num_blocks = batch * width, triton.cdiv(vocab_size, BLOCK)
+    blocks = min(TILE_BLOCKS, triton.next_power_of_2(num_blocks))
+    num_tiles = triton.cdiv(num_blocks, blocks)
+    per_row = floats_per_row(num_tiles, num_blocks) + (SAMPLES + CANDIDATES if filtered else 0)
+    counters, scratch = workspace(rows.device, num_rows + (batch if batched else 0), num_rows * per_row)
+    return dict(
+        scratch=scratch,
+        counters=counters,
+        num_rows=num_rows,
+        width=width,
+        num_blocks=num_blocks,
+        num_tiles=num_tiles,
+        SHIFT=key_shift(rows.dtype, logit_bias is not None),
+        SAMPLE_SHIFT=sample_shift(vocab_size),
+        NUM_TILES=triton.next_power_of_2(num_tiles),
+        BLOCKS=blocks,
+        BLOCK=BLOCK,
+        FILTERED=filtered,
+        num_warps=THREADS // (64 if torch.version.hip else 32),
+        enable_fp_fusion=False,  # the arithmetic is then the twin's on every release of Triton
+        **(registers(128 if is_simple(rows, logit_bias, token_mask) else 255) if filtered else {}),
+    )
+
+
+def registers(most: int) -> dict[str, int]:
+    """Launch option: registers of a thread. A processor has 65,536, for two programs of 256 threads with 128 each or three with 80;
+    left alone, the compiler may take a few more, or keep to 128 at the price of spills."""
+    return {} if torch.version.hip else dict(maxnreg=most)
+
+
+def is_simple(rows: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> bool:
+    """Whether logits [B, W, V] are read 16 bytes at a time and nothing is read beside them, which takes fewer registers."""
+    return logit_bias is token_mask is None and all(stride % 16 == 0 for stride in rows.stride()[:2])
+
+
+def empty_stats(logits: Tensor) -> RowStats:
+    """Room for the stats of logits [..., V]."""
+    shape, device = logits.shape[:-1], logits.device
+    return RowStats(
+        threshold=torch.empty(shape, dtype=torch.float32, device=device),
+        lse=torch.empty(shape, dtype=torch.float32, device=device),
+        argmax=torch.empty(shape, dtype=torch.int64, device=device),
+    )
