@@ -137,19 +137,27 @@ class AdaptiveLength(FixedLength):
         self._next[row] = 2 * accepted + 1 if sure else 0
         if len(outcomes) == accepted < asked:
             outcomes.append(False)  # a draft that was asked for and did not come
+        if accepted and self._by_position.chances(row, (0,), prior=0.6)[0] < 0.5:
+            self._patience = _PROBE_AFTER[0]  # more than was expected: the text may have become easier
         self._by_position.add(row, range(NUM_BINS), outcomes)
-        if accepted:
-            self._patience = _PROBE_AFTER[0]
 
     def observe_times(self, num_rows: int, asked: int, width: int, draft_seconds: float, other_seconds: float) -> None:
-        self._verify.setdefault(num_rows, Costs(self._column_cost)).add(width - 1, other_seconds)
+        self._costs(self._verify, num_rows, self._column_cost).add(width - 1, other_seconds)
         if asked:
-            self._draft.setdefault(num_rows, Costs(_DRAFT_SLOPE)).add(asked, draft_seconds)
+            self._costs(self._draft, num_rows, _DRAFT_SLOPE).add(asked, draft_seconds)
+
+    @staticmethod
+    def _costs(known: "dict[int, Costs]", num_rows: int, slope: float) -> "Costs":
+        """Of so many rows. New ones expect that one more adds as large a share as with the nearest number of rows."""
+        if num_rows not in known:
+            near = nearest(known, num_rows)
+            known[num_rows] = Costs(slope if near is None else near.slope)
+        return known[num_rows]
 
     def _best(self, chances: list[list[float]], num_rows: int, *, with_drafting: bool) -> int:
         """The number of drafts with most expected tokens per second."""
         verify = self._verify.get(num_rows) or Costs(self._column_cost)
-        draft = self._draft.get(num_rows) if with_drafting else None
+        draft = nearest(self._draft, num_rows) if with_drafting else None
         reach = [1.0] * len(chances)  # that all drafts so far stand
         tokens, best, best_rate = float(num_rows), 0, 0.0
         for k in range(max(map(len, chances), default=0) + 1):
@@ -164,8 +172,14 @@ class AdaptiveLength(FixedLength):
         return best
 
     def _drafting_is_free(self, num_rows: int) -> bool:
-        draft, verify = self._draft.get(num_rows), self._verify.get(num_rows)
+        draft, verify = nearest(self._draft, num_rows), self._verify.get(num_rows)
         return not draft or not verify or draft.at(self.num_draft_tokens) < 0.05 * verify.at(0)
+
+
+def nearest(costs: "dict[int, Costs]", num_rows: int) -> "Costs | None":
+    """Those of the number of rows that is nearest to this one, of those that are known."""
+    near = min(costs, key=lambda known: abs(known - num_rows), default=None)
+    return None if near is None else costs[near]
 
 
 class Experience:
@@ -261,6 +275,11 @@ class Costs:
         self._rise = self._KEEP * self._rise + calls / self._calls * off_size * off_seconds
         deviation, count = self._deviations.get(size, (0.0, 0.0))
         self._deviations[size] = self._KEEP * deviation + seconds - self._line(size), self._KEEP * count + 1
+
+    @property
+    def slope(self) -> float:
+        """What one more adds by now, as a share of size 0."""
+        return self._line(1) / max(self._line(0), 1e-9) - 1 if self._calls else self._slope
 
     def at(self, size: int) -> float:
         """Seconds expected; in units of size 0 before anything is known."""

@@ -57,6 +57,23 @@ def test_never_much_slower_than_plain_and_back_when_acceptance_is() -> None:
     assert before > 1.05 and after > 0.9 * best_rate(0.95, 0.2, 0.4)
 
 
+def test_what_drafting_costs_is_expected_of_other_numbers_of_rows() -> None:
+    """Rows end one by one: every number of them is new, and nothing would be learned about it before it is over."""
+    lengths = AdaptiveLength()
+    for row in range(16):
+        lengths.begin(row)
+    asked = []
+    for num_rows in range(16, 0, -1):
+        for _ in range(4):
+            k = lengths.choose(list(range(num_rows)), room=100)
+            asked.append(k)
+            for row in range(num_rows):
+                accepted = min(k, int(row % 2 == 0))  # one draft in every other row
+                lengths.observe(row, [7] * (accepted + 1), accepted, k, k)
+            lengths.observe_times(num_rows, k, k + 1, 0.5 * k, 1 + 0.5 * k)
+    assert sum(asked[32:-4]) <= 3  # of 28 rounds, at 1.5 tokens for the time of 2
+
+
 def test_one_slow_call_is_not_believed() -> None:
     costs = Costs(0.03)
     costs.add(0, 100.0)  # the first call of all
