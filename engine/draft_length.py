@@ -20,6 +20,7 @@ _ENGINE_HALVES_AFTER = 200.0  # all rows' together
 _PRIOR_WEIGHT = 4.0  # what is believed beforehand counts as so many observations
 _DRAFT_SLOPE = 0.1  # cost of a further draft as a share of the first, until measured: low, so that it is tried
 _SURE = 14  # bin of confidence from which a row whose drafts all stood is asked for twice as many
+_PLAIN_CALLS, _PLAIN_AGAIN = 3, 32  # with several rows: before there are drafts, and one in so many rounds with drafts
 _PROBE_AFTER = (2, 32)  # rounds without a draft until one is tried: at first, at most
 
 
@@ -76,6 +77,7 @@ class AdaptiveLength(FixedLength):
         self._offered: dict[int, tuple[list[int], list[int]]] = {}  # by row: tokens and their bins, before trimming
         self._next: dict[int, int] = {}  # by row: at least so many, since all stood and the drafter was sure of them
         self._without, self._patience = 0, _PROBE_AFTER[0]
+        self._drafted = 0  # rounds
         self._judged_by_confidence = False
 
     @property
@@ -84,19 +86,24 @@ class AdaptiveLength(FixedLength):
 
     def choose(self, rows: Sequence[int], room: int, ends_early: bool = False) -> int:
         most = min(self.num_draft_tokens, room)
-        if 0 not in self._verify.get(len(rows), ()):
-            return 0  # what plain decoding costs has to be known
+        plain = self._verify[len(rows)].calls(0) if len(rows) in self._verify else 0
+        if plain < (1 if len(rows) == 1 else _PLAIN_CALLS):
+            return 0  # what plain decoding costs has to be known; well, where drafting gains less
         if self._judged_by_confidence and self._drafting_is_free(len(rows)):
             return most  # `trim` decides
         positions = range(min(most, NUM_BINS))
         # What is not known yet is like the position before.
         chances = [self._by_position.chances(row, positions, prior=0.6, carry=True) for row in rows]
-        best = self._best(chances, len(rows), with_drafting=True)
+        early = ends_early and self._judged_by_confidence  # as many are asked for as there may be, and `trim` decides
+        best = self._best(chances, len(rows), with_drafting=True, asked=most if early else None)
         # A drafter that suddenly knows what follows (a copied passage) is believed sooner than averages would.
         best = max(best, max(k for k in self.choices if k <= min(most, *(self._next.get(row, 0) for row in rows))))
         if best or not most:
             self._without = 0
-            return most if best and ends_early and self._judged_by_confidence else best  # `trim` decides
+            self._drafted += 1
+            if len(rows) > 1 and self._drafted % _PLAIN_AGAIN == 0:
+                return 0  # what plain decoding costs may have been measured in a bad moment
+            return most if best and early else best
         # Nothing is learned without drafting, so now and then one token is drafted all the same.
         self._without += 1
         if self._without < self._patience:
@@ -154,8 +161,8 @@ class AdaptiveLength(FixedLength):
             known[num_rows] = Costs(slope if near is None else near.slope)
         return known[num_rows]
 
-    def _best(self, chances: list[list[float]], num_rows: int, *, with_drafting: bool) -> int:
-        """The number of drafts with most expected tokens per second."""
+    def _best(self, chances: list[list[float]], num_rows: int, *, with_drafting: bool, asked: int | None = None) -> int:
+        """The number of drafts with most expected tokens per second; asked: so many are made in any case, if there are any."""
         verify = self._verify.get(num_rows) or Costs(self._column_cost)
         draft = nearest(self._draft, num_rows) if with_drafting else None
         reach = [1.0] * len(chances)  # that all drafts so far stand
@@ -166,7 +173,7 @@ class AdaptiveLength(FixedLength):
                 tokens += sum(reach)
             if k not in self.choices:
                 continue
-            rate = tokens / (verify.at(k) + (draft.at(k) if draft and k else 0.0))
+            rate = tokens / (verify.at(k) + (draft.at(asked or k) if draft and k else 0.0))
             if rate > best_rate:
                 best, best_rate = k, rate
         return best
@@ -255,13 +262,15 @@ class Costs:
 
     def _forget(self) -> None:
         self._calls = self._mean_size = self._mean_seconds = self._spread = self._rise = 0.0
+        self._seconds_of_0 = 0.0  # sum
         self._deviations.clear()
 
-    def __contains__(self, size: int) -> bool:
-        return size in self._deviations
+    def calls(self, size: int) -> int:
+        """Of this size, so far; old ones count less."""
+        return round(self._deviations.get(size, (0.0, 0.0))[1])
 
     def add(self, size: int, seconds: float) -> None:
-        if self._calls == 1 and seconds < self.at(size) / 2:
+        if self._calls == 1 and seconds < 0.8 * self.at(size):
             self._forget()  # the first call had something to set up
         if self._calls:
             seconds = min(seconds, self._MOST * self.at(size))
@@ -275,6 +284,8 @@ class Costs:
         self._rise = self._KEEP * self._rise + calls / self._calls * off_size * off_seconds
         deviation, count = self._deviations.get(size, (0.0, 0.0))
         self._deviations[size] = self._KEEP * deviation + seconds - self._line(size), self._KEEP * count + 1
+        if not size:
+            self._seconds_of_0 = self._KEEP * self._seconds_of_0 + seconds
 
     @property
     def slope(self) -> float:
@@ -286,6 +297,8 @@ class Costs:
         if not self._calls:
             return 1 + self._slope * size
         deviation, count = self._deviations.get(size, (0.0, 0.0))
+        if not size:  # the line need not go through it: with many rows, the first column more costs more than others
+            return (self._seconds_of_0 + max(self._line(0), 1e-9)) / (count + 1)
         return max(self._line(size) + deviation / (count + self._CALLS), 1e-9)
 
     def _line(self, size: int) -> float:
