@@ -2,7 +2,7 @@
 
 With acceptance probabilities a_1, a_2, ... a round that verifies k drafts of each row emits 1 + a_1 + a_1 a_2 + ... tokens
 per row (Leviathan et al., arXiv 2211.17192, equation 1, without their assumption that all a_i are alike) and takes as long
-as a target call of width k + 1, plus drafting. `AdaptiveLength` estimates both from the rounds that it has seen.
+as a target call of width k + 1, plus drafting. `AdaptiveLength` chooses; what it expects of both, from the rounds so far, is in `estimates.py`.
 
 Which k is chosen depends on earlier rounds only. `trim` also looks at the drafted tokens, which leaves the target's law alone
 only where they are not random: proposals without logits.
@@ -10,14 +10,11 @@ only where they are not random: proposals without logits.
 
 from collections.abc import Sequence
 
+from .estimates import NUM_BINS, Costs, Experience, nearest
 from .state import Proposal
 
-NUM_BINS = 16  # of confidence, or positions in the draft
 MAX_DRAFT_TOKENS = 15  # "auto" tries no more
 FEW_CHOICES = (0, 1, 2, 3, 5, 7, 11, 15)  # where each is a graph of its own
-_HALVES_AFTER = 10.0  # a row's acceptance: observations after which one counts half
-_ENGINE_HALVES_AFTER = 200.0  # all rows' together
-_PRIOR_WEIGHT = 4.0  # what is believed beforehand counts as so many observations
 _DRAFT_SLOPE = 0.1  # cost of a further draft as a share of the first, until measured: low, so that it is tried
 _SURE = 14  # bin of confidence from which a row whose drafts all stood is asked for twice as many
 _PLAIN_CALLS, _PLAIN_AGAIN = 3, 32  # with several rows: before there are drafts, and one in so many rounds with drafts
@@ -181,127 +178,3 @@ class AdaptiveLength(FixedLength):
     def _drafting_is_free(self, num_rows: int) -> bool:
         draft, verify = nearest(self._draft, num_rows), self._verify.get(num_rows)
         return not draft or not verify or draft.at(self.num_draft_tokens) < 0.05 * verify.at(0)
-
-
-def nearest(costs: "dict[int, Costs]", num_rows: int) -> "Costs | None":
-    """Those of the number of rows that is nearest to this one, of those that are known."""
-    near = min(costs, key=lambda known: abs(known - num_rows), default=None)
-    return None if near is None else costs[near]
-
-
-class Experience:
-    """How often drafts stood, by bin: of each row, and of all rows of the engine's life."""
-
-    def __init__(self) -> None:
-        self._all_rows = Acceptance(_ENGINE_HALVES_AFTER)
-        self._rows: dict[int, Acceptance] = {}
-
-    def begin(self, row: int) -> None:
-        """A new text has taken this slot."""
-        self._rows[row] = Acceptance(_HALVES_AFTER)
-
-    def add(self, row: int, bins: Sequence[int], outcomes: Sequence[bool]) -> None:
-        """Note whether the drafts in these bins stood."""
-        for bin_, stood in zip(bins, outcomes, strict=False):
-            self._rows[row].add(bin_, stood)
-            self._all_rows.add(bin_, stood)
-
-    def chances(self, row: int, bins: Sequence[int], prior: float | None = None, carry: bool = False) -> list[float]:
-        """That each draft stands if those before it do: the row's own experience, else all rows', else the prior.
-
-        Args:
-            prior: believed before anything is known; None: the middle of the bin.
-            carry: a bin's prior is what is expected of the one before it.
-        """
-        found: list[float] = []
-        for bin_ in bins:
-            believed = (bin_ + 0.5) / NUM_BINS if prior is None else found[-1] if carry and found else prior
-            everywhere = self._all_rows.estimate(bin_, believed, _PRIOR_WEIGHT)
-            found.append(self._rows[row].estimate(bin_, everywhere, _PRIOR_WEIGHT))
-        return found
-
-
-class Acceptance:
-    """How often drafts stood, by bin, with recent ones counting more.
-
-    Args:
-        halves_after: observations of a bin after which an older one counts half.
-    """
-
-    def __init__(self, halves_after: float) -> None:
-        self._keep = 0.5 ** (1 / halves_after)
-        self._stood, self._seen = [0.0] * NUM_BINS, [0.0] * NUM_BINS
-
-    def add(self, bin_: int, stood: bool) -> None:
-        self._stood[bin_] = self._keep * self._stood[bin_] + stood
-        self._seen[bin_] = self._keep * self._seen[bin_] + 1
-
-    def estimate(self, bin_: int, prior: float, weight: float) -> float:
-        """The share that stood, with `weight` imagined observations of `prior`."""
-        return (self._stood[bin_] + weight * prior) / (self._seen[bin_] + weight)
-
-
-class Costs:
-    """Seconds of a kind of work by its size: a line through what was seen, and how far each size lies off it.
-
-    Single calls scatter by more than neighbouring sizes differ, so a size's own deviation is believed after many calls only.
-
-    Args:
-        slope: seconds that one more adds, as a share of size 0: what is believed beforehand.
-    """
-
-    _KEEP = 0.5 ** (1 / 200)  # calls after which one counts half
-    _BELIEF = 8.0  # in the slope: as that of so many calls at a distance of 1 from their mean size
-    _CALLS = 50.0  # of a size, until its own deviation counts half
-    _MOST = 1.7  # times what was expected: beyond this, something else had the machine
-
-    def __init__(self, slope: float) -> None:
-        self._slope = slope
-        self._deviations: dict[int, tuple[float, float]] = {}  # by size: their sum, calls
-        self._forget()
-
-    def _forget(self) -> None:
-        self._calls = self._mean_size = self._mean_seconds = self._spread = self._rise = 0.0
-        self._seconds_of_0 = 0.0  # sum
-        self._deviations.clear()
-
-    def calls(self, size: int) -> int:
-        """Of this size, so far; old ones count less."""
-        return round(self._deviations.get(size, (0.0, 0.0))[1])
-
-    def add(self, size: int, seconds: float) -> None:
-        if self._calls == 1 and seconds < 0.8 * self.at(size):
-            self._forget()  # the first call had something to set up
-        if self._calls:
-            seconds = min(seconds, self._MOST * self.at(size))
-        calls = self._KEEP * self._calls
-        self._calls = calls + 1
-        off_size, off_seconds = size - self._mean_size, seconds - self._mean_seconds
-        self._mean_size += off_size / self._calls
-        self._mean_seconds += off_seconds / self._calls
-        # sums of squares and products around the means
-        self._spread = self._KEEP * self._spread + calls / self._calls * off_size**2
-        self._rise = self._KEEP * self._rise + calls / self._calls * off_size * off_seconds
-        deviation, count = self._deviations.get(size, (0.0, 0.0))
-        self._deviations[size] = self._KEEP * deviation + seconds - self._line(size), self._KEEP * count + 1
-        if not size:
-            self._seconds_of_0 = self._KEEP * self._seconds_of_0 + seconds
-
-    @property
-    def slope(self) -> float:
-        """What one more adds by now, as a share of size 0."""
-        return self._line(1) / max(self._line(0), 1e-9) - 1 if self._calls else self._slope
-
-    def at(self, size: int) -> float:
-        """Seconds expected; in units of size 0 before anything is known."""
-        if not self._calls:
-            return 1 + self._slope * size
-        deviation, count = self._deviations.get(size, (0.0, 0.0))
-        if not size:  # the line need not go through it: with many rows, the first column more costs more than others
-            return (self._seconds_of_0 + max(self._line(0), 1e-9)) / (count + 1)
-        return max(self._line(size) + deviation / (count + self._CALLS), 1e-9)
-
-    def _line(self, size: int) -> float:
-        believed = self._slope * self._mean_seconds / (1 + self._slope * self._mean_size)
-        rise = (self._rise + self._BELIEF * believed) / (self._spread + self._BELIEF)
-        return self._mean_seconds + max(rise, 0.0) * (size - self._mean_size)

@@ -7,7 +7,8 @@ import torch
 from tiny_models import greedy, perturbed, random_prompts, tiny
 
 import engine
-from engine.draft_length import Acceptance, AdaptiveLength, Costs
+from engine.draft_length import AdaptiveLength
+from engine.estimates import Acceptance, Costs
 from engine.state import Proposal
 
 
