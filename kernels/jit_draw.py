@@ -2,12 +2,14 @@
 
 Two tokens are compared by (x - best) / T + noise: at low temperature x / T is in the thousands, and rounding the sum
 x / T + noise would wipe out the noise.
+
+Of most tokens the noise itself is never worked out: an upper bound of it, a fourth of the work, tells that they do not win.
 """
 
 import triton
 import triton.language as tl
 
-from .jit_random import BLOCK_LEVEL, gumbel
+from .jit_random import BLOCK_LEVEL, gumbel, gumbel_bound, philox_words
 from .jit_rows import (
     BLOCK_MASS,
     BLOCK_PEAK,
@@ -21,6 +23,7 @@ from .jit_rows import (
     finite,
     leave_masses,
     lowest_id,
+    pick,
     read,
     tile_ids,
     tile_indices,
@@ -31,13 +34,33 @@ from .jit_rows import (
 
 
 @triton.jit
-def leave_winner(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS: tl.constexpr,
+def _overtake(top, winner, rows, batch, column, ids, bound, best, inverse_temperature, noise):
+    """The largest of `top` and (x - best) / T + noise over a tile, whose values are less than `bound`; and its id."""
+    highest = tile_max(bound)
+    while highest > top:
+        token = lowest_id(bound, highest, ids)
+        four = gumbel(philox_words(tl.zeros([1], tl.int32) + token // 4, noise))
+        value = (read(rows, batch, column, token) - best) * inverse_temperature
+        value += pick(four, tl.arange(0, 4) == token % 4)
+        winner = tl.where((value > top) | ((value == top) & (token < winner)), token, winner)
+        top = tl.maximum(top, value)
+        bound = tl.where(ids == token, float("-inf"), bound)
+        highest = tile_max(bound)
+    return top, winner
+
+
+@triton.jit
+def leave_winner(x, peak, rows, batch, column, tile, row, memory, inverse_temperature, noise, BLOCKS: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
-    """Leave the largest (x - peak) / T + noise of a tile and its id, with noise for every token."""
-    value = (x - finite(peak)) * inverse_temperature + gumbel(tile_indices(tile, BLOCKS, BLOCK), noise)
-    best = tile_max(value)
-    tl.store(tiles_at(memory, VALUE, row) + tile, best)
-    tl.store(as_int(tiles_at(memory, WINNER, row)) + tile, lowest_id(value, best, ids))
+    """Leave the largest (x - peak) / T + noise of a tile x and its id, with noise for every token."""
+    words = philox_words(tile_indices(tile, BLOCKS, BLOCK), noise)
+    bound = (x - finite(peak)) * inverse_temperature + gumbel_bound(words)
+    value, winner = _overtake(
+        tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32), rows, batch, column, tile_ids(tile, BLOCKS, BLOCK),
+        bound, finite(peak), inverse_temperature, noise,
+    )  # fmt: skip
+    tl.store(tiles_at(memory, VALUE, row) + tile, value)
+    tl.store(as_int(tiles_at(memory, WINNER, row)) + tile, winner)
 
 
 @triton.jit
@@ -56,16 +79,15 @@ def fetch_winner(row, memory, best, inverse_temperature, NUM_TILES: tl.constexpr
 def draw_kept(rows, batch, column, threshold, best, inverse_temperature, noise, BLOCKS: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
     """One sweep over a row: the token with the largest x / T + noise among those with x >= threshold."""
-    top, token = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
+    top, winner = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
     for tile in range(tl.cdiv(vocab_size_of(rows), BLOCKS * BLOCK)):
         ids = tile_ids(tile, BLOCKS, BLOCK)
         x = read(rows, batch, column, ids)
-        value = (x - best) * inverse_temperature + gumbel(tile_indices(tile, BLOCKS, BLOCK), noise)
-        value = tl.where(x >= threshold, value, float("-inf"))
-        highest = tile_max(value)
-        token = tl.where(highest > top, lowest_id(value, highest, ids), token)
-        top = tl.maximum(top, highest)
-    return token
+        words = philox_words(tile_indices(tile, BLOCKS, BLOCK), noise)
+        bound = (x - best) * inverse_temperature + gumbel_bound(words)
+        bound = tl.where(x >= threshold, bound, float("-inf"))
+        top, winner = _overtake(top, winner, rows, batch, column, ids, bound, best, inverse_temperature, noise)
+    return winner
 
 
 @triton.jit
@@ -83,14 +105,15 @@ def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inv
 @triton.jit
 def choose_block(log_mass, noise, NUM_BLOCKS: tl.constexpr):
     """The first level of a draw: a block by its log mass [NUM_BLOCKS], -inf where there is none."""
-    value = log_mass + gumbel(tl.arange(0, NUM_BLOCKS // 4).to(tl.int64) + BLOCK_LEVEL, noise)
+    words = philox_words(tl.arange(0, NUM_BLOCKS // 4).to(tl.int64) + BLOCK_LEVEL, noise)
+    value = log_mass + gumbel(words)
     return tl.min(tl.where(value == tl.max(value, axis=0), tl.arange(0, NUM_BLOCKS), NO_ID), axis=0)
 
 
 @triton.jit
 def choose_token(log_weight, ids, first, noise, BLOCK: tl.constexpr):
     """The second level: a token of the block from `first` on by its log weight [BLOCK]."""
-    value = log_weight + gumbel(first // 4 + tl.arange(0, BLOCK // 4), noise)
+    value = log_weight + gumbel(philox_words(first // 4 + tl.arange(0, BLOCK // 4), noise))
     return tl.min(tl.where(value == tl.max(value, axis=0), ids, NO_ID), axis=0)
 
 

@@ -107,12 +107,12 @@ def verify_kernel(
         x = without_nan(x)
     peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
     if FILTERED:
-        leave_sample(rows, batch, column, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
     else:
         if METHOD == "coupled":
             if not greedy:
                 noise = _own_noise(seed, position, batch, column)
-                leave_winner(x, peak, ids, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
+                leave_winner(x, peak, rows, batch, column, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
         if METHOD == "typical":
             tl.store(tiles_at(memory, HEAT, row) + tile, tile_heat(x, peak, inverse_temperature))
 

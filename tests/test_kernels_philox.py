@@ -10,7 +10,7 @@ from scipy import stats as scipy_stats
 from torch import Tensor
 
 from engine.kernels import philox
-from engine.kernels.jit_random import gumbel, log1m, philox_words, uniform_from_bits, uniforms
+from engine.kernels.jit_random import gumbel, gumbel_bound, log1m, philox_words, uniform_from_bits, uniforms
 
 # Random123 1.14, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, result
 KNOWN_ANSWERS = [
@@ -31,7 +31,7 @@ def words_kernel(out, seed, start, position, origin, stream, BLOCK: tl.constexpr
 @triton.jit
 def gumbel_kernel(out, seed, start, position, origin, stream, BLOCK: tl.constexpr):
     noise = (tl.load(seed), tl.load(position), tl.load(origin), tl.load(stream))
-    tl.store(out + tl.arange(0, BLOCK), gumbel(start // 4 + tl.arange(0, BLOCK // 4), noise))
+    tl.store(out + tl.arange(0, BLOCK), gumbel(philox_words(start // 4 + tl.arange(0, BLOCK // 4), noise)))
 
 
 @triton.jit
@@ -123,6 +123,20 @@ def test_log1m_is_accurate_everywhere() -> None:
     zero = torch.zeros(16, device=DEVICE)
     elementwise_kernel[(1,)](out=out, value=zero, FUNCTION=log1m, BLOCK=16)
     assert (out[:16] == 0).all()
+
+
+def test_the_bound_of_gumbel_noise_is_above_it_and_close_where_tokens_win() -> None:
+    """Whoever is above the bound of all others has won, so one that is too low would change a draw."""
+    words = torch.randint(2**32, (2**14,), generator=torch.Generator().manual_seed(0))
+    words[: 2**12] >>= torch.arange(2**12) % 33  # large noise
+    words[2**12 : 2**13] = 2**32 - 1 - words[: 2**12]  # small noise
+    words[:8] = EXTREME_WORDS
+    noise, bound = torch.empty(len(words), device=DEVICE), torch.empty(len(words), device=DEVICE)
+    for out, function in ((noise, gumbel), (bound, gumbel_bound)):
+        elementwise_kernel[(1,)](out=out, value=words.to(torch.uint32).to(DEVICE), FUNCTION=function, BLOCK=2**14)
+    gap = bound - noise
+    assert gap.min() > 0.0005
+    assert gap[(noise > 3) & (words.to(DEVICE) > 100)].max() < 0.07  # of less, the half that is added to a word counts
 
 
 def test_gumbel_moments() -> None:
