@@ -3,25 +3,26 @@
 Which logits stay is decided by amounts: under top-k by how many are at least t, under top-p by their mass. The
 threshold is the largest t at which the amount at or above t is enough: at least k, or p times the mass that top-k left.
 
-- The first reading of the row leaves a sample, every n-th token. Four standard deviations to either side, the sample
+- The first reading of the row leaves a sample, every n-th token. Three standard deviations to either side, the sample
   says between which two logits the threshold lies.
 - One sweep over the row checks that exactly, and collects the logits between the two. top-k collects all above as well,
-  so that a top-p behind it need not sweep again.
+  so that a top-p behind it need not sweep again. The mass that min-p leaves is summed up on the way.
 - The threshold is found by halving among those collected. What is halved are keys, integers in the order of the logits.
 
 Where the sample misled, or there is no room for what lies between (CANDIDATES logits), the bracket is halved and the
 row swept again; a row of at most SAMPLES tokens is its own sample and needs no sweep. So a filtered row is read twice,
-and a third time where its tokens are drawn from. min-p alone is a comparison and a sweep.
+and a third time where its tokens are drawn from; once more only for top-p behind a top-k of thousands.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .jit_rows import LANES, LOG2_E, block_sum, fetch, read, read_raw, rest_at, vocab_size_of
+from .jit_rows import LANES, LOG2_E, block_sum, fetch, read, rest_at, vocab_size_of
 
-SAMPLES = 2048  # at least half as many are in a sample
-CANDIDATES = 8192  # float32 logits of scratch memory per row
+# float32 numbers of scratch memory per row, 60 KiB together. At least half of SAMPLES are in a sample: what lies between its two
+# logits, for top-p at most 10,000 tokens of 262,144 with normally distributed logits, is to fit into CANDIDATES.
+SAMPLES, CANDIDATES = 4096, 11264
 _SAMPLES, _CANDIDATES = tl.constexpr(SAMPLES), tl.constexpr(CANDIDATES)
 _SWEEP = tl.constexpr(512)  # tokens of a step of a sweep, for each block of a tile
 
@@ -66,10 +67,10 @@ def _sampled_bounds(sample, samples, inverse_temperature, best, total, wanted, l
         above = x >= key_logit(middle, SHIFT)[:, None]
         if BY_COUNT:
             count = tl.sum(above.to(tl.float32), axis=1)
-            enough = count - side * (4 * tl.sqrt(count) + 4) >= wanted / SCALE
+            enough = count - side * (3 * tl.sqrt(count) + 3) >= wanted / SCALE
         else:
             below = tl.where(above, 0.0, _weight(x, best, inverse_temperature))
-            deviation = 4 * tl.sqrt(tl.sum(below * below, axis=1))
+            deviation = 3 * tl.sqrt(tl.sum(below * below, axis=1))
             enough = SCALE * (tl.sum(below, axis=1) + side * deviation) <= total - wanted
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
@@ -94,50 +95,56 @@ def _places(chosen):
 
 
 @triton.jit
-def _scatter(candidates, place, x, SIZE: tl.constexpr):
-    """Store x at places below CANDIDATES; both of SIZE elements and any shape. Flattened in whatever order, they stay in the
-    registers where they are; as one number, so that it is the same order for both."""
-    both = (place.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+def _flat(number, x, SIZE: tl.constexpr):
+    """An int32 and a float32 tensor of SIZE elements as vectors of one and whatever order: stored from there, they stay in the
+    registers where they are. Packed into one meanwhile, so that it is the same order for both."""
+    both = (number.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     both = tl.reshape(both, [SIZE], can_reorder=True)
-    place = (both >> 32).to(tl.int32)
-    tl.store(candidates + place, both.to(tl.int32).to(tl.float32, bitcast=True), mask=place < _CANDIDATES)
+    return (both >> 32).to(tl.int32), both.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _sweep(rows, batch, column, candidates, low, high, best, inverse_temperature, SHIFT: tl.constexpr,
-           BLOCKS: tl.constexpr):  # fmt: skip
-    """One reading of a row: count and mass of what is at or above `high`, and of what is in [low, high); the latter goes
-    to `candidates`, as far as there is room. low and high are keys."""
+def _sweep(rows, batch, column, candidates, low, high, cut, best, inverse_temperature, SHIFT: tl.constexpr,
+           BY_COUNT: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    """One reading of a row: count (only if BY_COUNT) and mass of what is at or above `high`, and of what is in [low, high);
+    the latter goes to `candidates`, as far as there is room. low and high are keys. And the mass at or above the logit
+    `cut`, if any."""
     least, most = key_logit(low, SHIFT), key_logit(high, SHIFT)
     over, found = tl.zeros([BLOCKS], tl.int32), tl.zeros([], tl.int32)
     over_mass, within_mass = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32)
+    uncut_mass = tl.zeros([BLOCKS], tl.float32)
     for start in range(0, vocab_size_of(rows), BLOCKS * _SWEEP):
-        ids = _sweep_ids(start, BLOCKS)
-        x = read(rows, batch, column, ids)
+        x = read(rows, batch, column, _sweep_ids(start, BLOCKS))
         weight = _weight(x, best, inverse_temperature)
+        if cut is not None:
+            uncut_mass += block_sum(tl.where(x >= cut, weight, 0.0))
         above = x >= most
-        within = (x >= least) & (x < most) & (ids < vocab_size_of(rows))
-        over += block_sum(above.to(tl.int32))
+        within = (x >= least) & (x < most) & (x > float("-inf"))
+        if BY_COUNT:
+            over += block_sum(above.to(tl.int32))
         over_mass += block_sum(tl.where(above, weight, 0.0))
         within_mass += block_sum(tl.where(within, weight, 0.0))
         place, count = _places(within.to(tl.int32))
-        _scatter(candidates, tl.where(within, found + place, _CANDIDATES), x, BLOCKS * _SWEEP)
+        place, x = _flat(tl.where(within, found + place, _CANDIDATES), x, BLOCKS * _SWEEP)
+        tl.store(candidates + place, x, mask=place < _CANDIDATES)
         found += count
     tl.debug_barrier()  # the candidates are read by other threads than wrote them
-    return tl.sum(over, axis=0), tl.sum(over_mass, axis=0), found, tl.sum(within_mass, axis=0)
+    uncut_mass = tl.sum(uncut_mass, axis=0)
+    return tl.sum(over, axis=0), tl.sum(over_mass, axis=0), found, tl.sum(within_mass, axis=0), uncut_mass
 
 
 @triton.jit
-def _collect(rows, batch, column, candidates, low, high, best, inverse_temperature, wanted, lowest, highest,
+def _collect(rows, batch, column, candidates, low, high, cut, best, inverse_temperature, wanted, lowest, highest,
              SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """Sweep until [low, high) is known to hold the threshold and its logits to be in `candidates`."""
     floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
     over, found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     over_mass, within_mass = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+    uncut_mass = tl.full([], -1.0, tl.float32)  # not known
     searching = low < high
     while searching:
-        over, over_mass, found, within_mass = _sweep(
-            rows, batch, column, candidates, low, high, best, inverse_temperature, SHIFT, BLOCKS
+        over, over_mass, found, within_mass, uncut_mass = _sweep(
+            rows, batch, column, candidates, low, high, cut, best, inverse_temperature, SHIFT, BY_COUNT, BLOCKS
         )
         more, within = over_mass, within_mass
         if BY_COUNT:
@@ -149,12 +156,12 @@ def _collect(rows, batch, column, candidates, low, high, best, inverse_temperatu
         searching = too_low | too_high | ((found > _CANDIDATES) & (high > low + 1))
         low = tl.where(searching & (ceiling > floor + 1), _middle(floor, ceiling), floor)
         high = ceiling
-    return low, high, over, over_mass, found, within_mass
+    return low, high, over, over_mass, found, within_mass, uncut_mass
 
 
 @triton.jit
-def _collect_around(rows, batch, column, sample, samples, candidates, best, total, inverse_temperature, wanted, lowest, highest,
-                    leave_top, SCALE: tl.constexpr, SHIFT: tl.constexpr, BY_COUNT: tl.constexpr,
+def _collect_around(rows, batch, column, sample, samples, candidates, cut, best, total, inverse_temperature, wanted, lowest,
+                    highest, leave_top, SCALE: tl.constexpr, SHIFT: tl.constexpr, BY_COUNT: tl.constexpr,
                     BLOCKS: tl.constexpr):  # fmt: skip
     """`_collect` from the bracket that the sample gives; unless `leave_top`, with all that lies above it."""
     low, perhaps = _sampled_bounds(
@@ -162,8 +169,8 @@ def _collect_around(rows, batch, column, sample, samples, candidates, best, tota
     )  # fmt: skip
     high = tl.where(leave_top, tl.minimum(tl.maximum(perhaps, low) + 1, highest), highest)
     return _collect(
-        rows, batch, column, candidates, low, high, best, inverse_temperature, wanted, lowest, highest, SHIFT, BY_COUNT,
-        BLOCKS,
+        rows, batch, column, candidates, low, high, cut, best, inverse_temperature, wanted, lowest, highest, SHIFT,
+        BY_COUNT, BLOCKS,
     )  # fmt: skip
 
 
@@ -223,6 +230,10 @@ def find_threshold(
 
     threshold, mass = tl.full([], float("-inf"), tl.float32), total
     lowest, highest = logit_key(threshold, SHIFT), logit_key(best, SHIFT) + 1
+    cut, uncut_mass = None, tl.full([], -1.0, tl.float32)
+    if min_p is not None:
+        cut = best + tl.div_rn(tl.log(tl.where(m > 0, m, 1.0)), inverse_temperature)
+        cut = tl.where(m > 0, cut, float("-inf"))
     if (k > 0) | (p < 1):
         whole: tl.constexpr = SAMPLE_SHIFT == 0
         scale: tl.constexpr = 1 << SAMPLE_SHIFT
@@ -237,9 +248,12 @@ def find_threshold(
         if k > 0:
             wanted = k.to(tl.float32)
             if not whole:
-                low, high, over, over_mass, found, within_mass = _collect_around(
-                    rows, batch, column, sample, samples, candidates, best, total, inverse_temperature, wanted, lowest, highest,
-                    k > _CANDIDATES // 4, scale, SHIFT, True, BLOCKS,
+                # So many may be at or above the lower bound: 3 deviations above a count 3 deviations above k / scale.
+                deviation = 3 + tl.sqrt(wanted / scale + 5.25)
+                leave_top = (p >= 1) | (scale * deviation * deviation > _CANDIDATES)
+                low, high, over, over_mass, found, within_mass, uncut_mass = _collect_around(
+                    rows, batch, column, sample, samples, candidates, cut, best, total, inverse_temperature, wanted, lowest,
+                    highest, leave_top, scale, SHIFT, True, BLOCKS,
                 )  # fmt: skip
             low, mass = _halve(
                 values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, True
@@ -253,19 +267,19 @@ def find_threshold(
             # Go on among what top-k has collected, if that is all that it left.
             collected = (k > 0) & (over == 0) & (found <= _CANDIDATES)
             if not (collected | whole):
-                low, high, over, over_mass, found, within_mass = _collect_around(
-                    rows, batch, column, sample, samples, candidates, best, total, inverse_temperature, wanted, floor, highest,
-                    p < 1, scale, SHIFT, False, BLOCKS,
+                low, high, over, over_mass, found, within_mass, uncut_mass = _collect_around(
+                    rows, batch, column, sample, samples, candidates, cut, best, total, inverse_temperature, wanted, floor,
+                    highest, p < 1, scale, SHIFT, False, BLOCKS,
                 )  # fmt: skip
             low, mass = _halve(
                 values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, False
             )
         threshold = key_logit(low, SHIFT)
-    if m > 0:
-        least = best + tl.div_rn(tl.log(m), inverse_temperature)
-        if least > threshold:
-            threshold = least
-            mass = _mass_from(rows, batch, column, threshold, best, inverse_temperature, BLOCKS)
+    if min_p is not None:
+        if cut > threshold:
+            threshold, mass = cut, uncut_mass
+            if mass < 0:
+                mass = _mass_from(rows, batch, column, threshold, best, inverse_temperature, BLOCKS)
     return threshold, mass
 
 
@@ -277,15 +291,12 @@ def _sample_and_candidates(memory, row):
 
 
 @triton.jit
-def leave_sample(rows, batch, column, tile, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """Leave every 2**SAMPLE_SHIFT-th token of a tile in the row's sample. These few are read again: to bring them together
-    out of the registers would take longer."""
-    COUNT: tl.constexpr = max(1, BLOCKS * BLOCK >> SAMPLE_SHIFT)
+def leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample."""
     sample, _ = _sample_and_candidates(memory, row)
-    ids = tile * (BLOCKS * BLOCK) + (tl.arange(0, COUNT) << SAMPLE_SHIFT)
+    ids, x = _flat(ids, x, BLOCKS * BLOCK)
     chosen = ((ids & ((1 << SAMPLE_SHIFT) - 1)) == 0) & (ids < vocab_size_of(rows))
-    tl.store(sample + (ids >> SAMPLE_SHIFT), read_raw(rows, batch, column, ids), mask=chosen)
+    tl.store(sample + (ids >> SAMPLE_SHIFT), x, mask=chosen)
 
 
 @triton.jit

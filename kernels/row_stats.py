@@ -42,10 +42,11 @@ def row_stats_kernel(
 
     leave_stats(x, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
     if FILTERED:
-        leave_sample(rows, batch, column, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
 
     if arrive(counters + row, num_tiles):
         best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
+        tl.store(argmax + row, row_argmax.to(tl.int64))  # first, so that the search has its register
         least = tl.full([], float("-inf"), tl.float32)
         if FILTERED:
             least, total = filter_row(
@@ -54,7 +55,6 @@ def row_stats_kernel(
             )  # fmt: skip
         tl.store(threshold + row, tl.where(greedy, best, least))
         tl.store(lse + row, log_sum_exp(best, total, inverse_temperature))
-        tl.store(argmax + row, row_argmax.to(tl.int64))
 
 
 def row_stats(
