@@ -6,8 +6,9 @@ they lie, Python numbers are part of the key.
 """
 
 import logging
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext, suppress
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -86,7 +87,7 @@ class Graphs:
 
     Args:
         make_capture: makes a `Capture` in a pool of memory; None: everything is done eagerly.
-        max_graphs: where there are more, the least recently used one is forgotten, which bounds memory.
+        max_graphs: where there are more, the least recently used one is forgotten, which bounds memory. `keeping_all` raises it.
         make_pool: makes a pool.
     """
 
@@ -122,6 +123,15 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    @contextmanager
+    def keeping_all(self) -> Iterator[None]:
+        """What is captured meanwhile is wanted together: none is forgotten, and from then on as many may stay."""
+        bound, self._max = self._max, sys.maxsize
+        try:
+            yield
+        finally:
+            self._max = max(bound, len(self._captured))
 
     def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
         """The result of `work`; its tensors are overwritten the next time that this key is run."""

@@ -86,15 +86,18 @@ class Server:
             self._state.limits.zero_()
 
     def warmup(self, num_rows: int, text_length: int, params: SamplingParams) -> None:
-        """Run every kind of round that rows of such texts may need, on rows that are not active: they change nothing."""
+        """Run every kind of round that rows of such texts may need, on rows that are not active: they change nothing.
+
+        However many graphs that takes, none is forgotten for another.
+        """
         self._reserve(text_length)
         request = Request(0, [0] * text_length, params, 0, text_length, None)
         state = self._select(slice(0, self._num_rows(num_rows)), [request])
         drafts = {0, *self._lengths.possible} if self._round.drafter is not None else {0}
-        for num_draft_tokens in sorted(drafts):
-            # Each half first eagerly, then captured; a draft model makes up for rounds without it eagerly as well.
-            for _ in range(4 if self._round.graphs.enabled else 1):
-                with torch.inference_mode(), on_device(self._device):
+        with self._round.graphs.keeping_all(), torch.inference_mode(), on_device(self._device):
+            for num_draft_tokens in sorted(drafts):
+                # Each half first eagerly, then captured; a draft model makes up for rounds without it eagerly as well.
+                for _ in range(4 if self._round.graphs.enabled else 1):
                     self._round.run(state, num_draft_tokens, lambda proposal: proposal)
         self._round.clock.take()
 

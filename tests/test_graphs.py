@@ -18,6 +18,7 @@ from engine import round
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
 from bench.drafter_cases import drafters
+from engine.draft_length import FEW_CHOICES, AdaptiveLength
 from engine.graphs import Graphs, clear_all
 from engine.state import BatchState, Verdict
 
@@ -92,6 +93,27 @@ def test_after_a_warmup_nothing_new_is_captured() -> None:
     outputs = llm.generate([*prompts, [3, 4, 5] * 90], engine.SamplingParams(max_new_tokens=40))
     assert [o.token_ids for o in outputs[:6]] == [greedy(target, prompt, 40) for prompt in prompts]
     assert len(graphs) == captured and graphs.replays > 20
+
+
+def test_a_warmup_keeps_all_that_it_captures(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where "auto" wants more graphs for its buckets than are kept otherwise; the bound stays where it then is."""
+    target = tiny("llama", max_position_embeddings=600)
+    llm = engine.load(target, num_draft_tokens="auto", max_batch_size=8)
+    llm._server._lengths = AdaptiveLength(FEW_CHOICES)  # as on a GPU
+    graphs = with_graphs(llm, late=True)
+    llm.warmup(batch_sizes=[1, 2, 4, 8], text_lengths=[200, 500])
+    wanted = 4 * 2 * (2 * len(FEW_CHOICES) - 1)  # propose and verify, but nothing is proposed where K = 0
+    assert len(graphs) == wanted == 120
+    prompts = random_prompts(4)
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=20))
+    assert [o.token_ids for o in outputs] == [greedy(target, prompt, 20) for prompt in prompts]
+    assert len(graphs) == wanted and graphs.replays > 5 and not caplog.records
+    for _ in range(2):
+        graphs.run("one more", lambda: None)
+    assert len(graphs) == wanted
+    assert [r.message for r in caplog.records] == [
+        "more than 120 CUDA graphs are wanted: those not used for longest are forgotten"
+    ]
 
 
 @pytest.mark.parametrize(
