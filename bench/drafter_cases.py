@@ -32,7 +32,7 @@ def drafters(target: PreTrainedModel) -> dict[str, Callable[[], engine.Drafter]]
         "ngram, else eagle3": lambda: with_head(engine.NGramDrafter(min_ngram=2), _eagle3(config)),
         "medusa": lambda: engine.MedusaDrafter(MedusaHeads(hidden, None, NUM_DRAFT_TOKENS, output="target")),
         "mlp": lambda: engine.MlpSpeculatorDrafter(MlpSpeculator(hidden, vocab, NUM_DRAFT_TOKENS, tie_weights=True)),
-        "draft model of two layers": lambda: engine.DraftModel(_draft_model(target)),
+        "draft model of two layers": lambda: engine.DraftModel(draft_model(target)),
     }
 
 
@@ -43,7 +43,8 @@ def _eagle3(config: Any) -> engine.EagleDrafter:
     return engine.EagleDrafter(head, (0, layers // 2, layers), min_reach=0.0)
 
 
-def _draft_model(target: PreTrainedModel) -> PreTrainedModel:
+def draft_model(target: PreTrainedModel) -> PreTrainedModel:
+    """Of two layers, with random weights."""
     shape = target.config.to_dict() | {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 2048}
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     with torch.device(target.device):

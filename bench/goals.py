@@ -1,12 +1,22 @@
-"""What the kernels are meant to reach, and whether they do."""
+"""What the kernels and whole generations are meant to reach, and whether they do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.attention_cases import GOAL_CASE
 from bench.measure import Record, ratio_to
 
-Measure = Callable[[Sequence[Record]], float | None]
+
+@dataclass(frozen=True)
+class Results:
+    """What a run has measured: of kernels, and by title of the cases in bench/end_to_end.py."""
+
+    records: Sequence[Record]
+    end_to_end: Mapping[str, Any]
+
+
+Measure = Callable[[Results], float | None]
 GPU_SHAPE = "K=4 V=151936 bf16"  # behind "B=... "
 
 
@@ -19,9 +29,9 @@ class Goal:
     at_most: bool = False
     needs_gpu: bool = True
 
-    def outcome(self, records: Sequence[Record], on_gpu: bool) -> dict[str, Any]:
+    def outcome(self, results: Results, on_gpu: bool) -> dict[str, Any]:
         """Goal, measured, met (None: not measured), ready for the report."""
-        measured = self.measure(records) if on_gpu == self.needs_gpu else None
+        measured = self.measure(results) if on_gpu == self.needs_gpu else None
         met = None
         if measured is not None:
             met = measured <= self.limit if self.at_most else measured >= self.limit
@@ -33,15 +43,15 @@ class Goal:
         )  # fmt: skip
 
 
-def _of(records: Sequence[Record], batch: int) -> list[Record]:
-    return [r for r in records if r.shape == f"B={batch} {GPU_SHAPE}" and r.median is not None]
+def _of(results: Results, batch: int) -> list[Record]:
+    return [r for r in results.records if r.shape == f"B={batch} {GPU_SHAPE}" and r.median is not None]
 
 
 def _graph(name: str, batch: int, field: str = "median") -> Measure:
     """A field of the graph replay of one of ours."""
 
-    def measure(records: Sequence[Record]) -> float | None:
-        found = [r for r in _of(records, batch) if r.name == name and r.mode == "graph"]
+    def measure(results: Results) -> float | None:
+        found = [r for r in _of(results, batch) if r.name == name and r.mode == "graph"]
         return getattr(found[0], field) if found else None
 
     return measure
@@ -49,20 +59,42 @@ def _graph(name: str, batch: int, field: str = "median") -> Measure:
 
 def _ours_to_ours(name: str, base: str) -> Measure:
     """How many times as long one of ours takes as another, at B = 64."""
-    return lambda records: ratio_to(name, _of(records, 64), ours=base)
+    return lambda results: ratio_to(name, _of(results, 64), ours=base)
 
 
 def _against(peer: str, batch: int) -> Measure:
-    return lambda records: ratio_to(peer, _of(records, batch))
+    return lambda results: ratio_to(peer, _of(results, batch))
 
 
 def cpu_ratio(batch: int) -> Measure:
     """The lowest ratio to transformers over the shapes of a batch size."""
 
-    def measure(records: Sequence[Record]) -> float | None:
-        shapes = {r.shape for r in records if r.batch == batch}
-        ratios = [ratio_to("transformers", [r for r in records if r.shape == shape]) for shape in shapes]
+    def measure(results: Results) -> float | None:
+        records = [r for r in results.records if r.batch == batch]
+        ratios = [ratio_to("transformers", [r for r in records if r.shape == s]) for s in {r.shape for r in records}]
         return min((ratio for ratio in ratios if ratio is not None), default=None)
+
+    return measure
+
+
+def _figure(*path: str) -> Measure:
+    """Of an end-to-end case: its title, and where the figure is in what it returns."""
+
+    def measure(results: Results) -> float | None:
+        found: Any = results.end_to_end
+        for name in path:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
+    return measure
+
+
+def _attention(name: str) -> Measure:
+    """A figure of ragged attention in the shape that the goals are for."""
+
+    def measure(results: Results) -> float | None:
+        cases = results.end_to_end.get("ragged attention", {}).get("cases", ())
+        return next((case.get(name) for case in cases if case["shape"] == GOAL_CASE.shape), None)
 
     return measure
 
@@ -81,6 +113,22 @@ GOALS = (
     Goal("faster than vLLM's fused sampler, T=0.7, B=64", 4.5, "x", _against("vllm fused", 64)),
     Goal("faster than FlashInfer softmax + chain, B=64", 8, "x", _against("flashinfer", 64)),
     Goal("faster than transformers, B=1", 15, "x", _against("transformers", 1)),
+    Goal("plain decoding, 8B, B=1, 512 of context, of copy bandwidth", 0.75, "x",
+         _figure("plain decoding", "8B", "share_of_copy_bandwidth")),
+    Goal("plain decoding, 1B, B=1, to eager `generate`", 2, "x", _figure("plain decoding", "1B", "ratio")),
+    Goal("synthetic acceptance 0.8, K=5, B=1, speedup to theory's", 0.9, "x",
+         _figure("synthetic acceptance 0.8, K = 5", "share_of_theory")),
+    Goal("host time between rounds, n-gram", 100, "us", _figure("host time", "ngram", "host_us"), at_most=True),
+    Goal("host time between rounds, draft model", 100, "us", _figure("host time", "draft model", "host_us"), at_most=True),
+    Goal("waits inside rounds, n-gram", 0, "waits", _figure("host time", "ngram", "waits_inside_rounds"), at_most=True),
+    Goal("waits inside rounds, draft model", 0, "waits", _figure("host time", "draft model", "waits_inside_rounds"),
+         at_most=True),
+    Goal(f"ragged attention, {GOAL_CASE.shape}, of copy bandwidth", 0.8, "x", _attention("share_of_copy")),
+    Goal(f"ragged attention, {GOAL_CASE.shape}, masked SDPA's time to ours", 3, "x", _attention("sdpa_to_ours")),
+    Goal('"auto" to plain where no draft stands, B from 1 to 64, lowest, learning included', 0.98, "x",
+         _figure('"auto" against plain', "lowest_all_runs")),
+    Goal("warm-up of 4 buckets, K=5", 30, "s", _figure("warm-up of 4 buckets", "K=5", "seconds"), at_most=True),
+    Goal('warm-up of 4 buckets, "auto"', 30, "s", _figure("warm-up of 4 buckets", "K=auto", "seconds"), at_most=True),
     Goal("transformers' time to ours, B=1, lowest over V", 1, "x", cpu_ratio(1), needs_gpu=False),
     Goal("transformers' time to ours, B=8, lowest over V", 3, "x", cpu_ratio(8), needs_gpu=False),
-)
+)  # fmt: skip

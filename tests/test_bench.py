@@ -21,7 +21,7 @@ from stand_ins import fake_flashinfer, fake_vllm_fused, fake_vllm_v1, module
 
 from bench import end_to_end, gpu_report, timing
 from bench.cases import Case, all_cases, check_emitted, check_ours, make_inputs, our_call
-from bench.goals import GOALS
+from bench.goals import GOALS, Results
 from bench.measure import Contest, Record, contest, ratio_to
 from bench.peers import PEERS, FlashInfer, Peer, Textbook, Transformers, VllmFused, VllmV1
 from bench.report import table
@@ -217,7 +217,17 @@ def test_goals() -> None:
         record("transformers", 1, 100.0, mode="eager"),
         Record("vllm fused", "eager", "B=64 K=4 V=151936 bf16", 64, error="cannot import vllm"),
     ]
-    met = {goal["name"]: (goal["measured"], goal["met"]) for goal in (g.outcome(records, on_gpu=True) for g in GOALS)}
+    attention = [dict(shape="B=1 L=8192 W=6", share_of_copy=0.1), dict(shape="B=16 L=8192 W=6", share_of_copy=0.85)]
+    host = {
+        "ngram": {"host_us": 90.0, "waits_inside_rounds": 0},
+        "draft model": {"host_us": 90.0, "waits_inside_rounds": 2},
+    }
+    end_to_end = {
+        "ragged attention": {"cases": attention}, "host time": host,
+        "plain decoding": {"8B": {"share_of_copy_bandwidth": 0.7}}, '"auto" against plain': {"lowest_all_runs": 0.99},
+    }  # fmt: skip
+    results = Results(records, end_to_end)
+    met = {goal["name"]: (goal["measured"], goal["met"]) for goal in (g.outcome(results, on_gpu=True) for g in GOALS)}
     assert met["one-hot, B=64"] == (27.0, True)
     assert met["one-hot, B=64, of copy bandwidth"] == (0.75, False)
     assert met["rejection with full q, B=64"] == (35.0, False)
@@ -225,7 +235,13 @@ def test_goals() -> None:
     assert met["faster than FlashInfer softmax + chain, B=64"] == (10.0, True)
     assert met["faster than transformers, B=1"] == (pytest.approx(100 / 9), False)
     assert met["faster than vLLM's fused sampler, T=0.7, B=64"] == (None, None)
-    assert all(goal.outcome(records, on_gpu=False)["met"] is None for goal in GOALS if goal.needs_gpu)
+    assert met["ragged attention, B=16 L=8192 W=6, of copy bandwidth"] == (0.85, True)
+    assert met["ragged attention, B=16 L=8192 W=6, masked SDPA's time to ours"] == (None, None)  # it failed
+    assert met["plain decoding, 8B, B=1, 512 of context, of copy bandwidth"] == (0.7, False)
+    assert met["plain decoding, 1B, B=1, to eager `generate`"] == (None, None)
+    assert met["waits inside rounds, n-gram"] == (0, True) and met["waits inside rounds, draft model"] == (2, False)
+    assert [outcome for name, outcome in met.items() if name.startswith('"auto"')] == [(0.99, True)]
+    assert all(goal.outcome(results, on_gpu=False)["met"] is None for goal in GOALS if goal.needs_gpu)
 
 
 # The report.

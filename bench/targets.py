@@ -1,0 +1,139 @@
+"""What the end-to-end cases run on: random weights in the shapes of known models, and a small real model. How they are timed."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import engine
+from bench import timing
+from engine.demo_prompts import ARTICLE, CODE, find_model
+from engine.gguf import converted
+
+REAL = "real weights (SmolLM2-135M-Instruct), real text"
+# Published shapes of Llama-3.1-8B and Llama-3.2-1B; "tiny" stands in for both on a CPU.
+SHAPES: dict[str, dict[str, Any]] = {
+    "8B": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
+    "1B": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64),
+    "tiny": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=16, vocab_size=512),
+}
+# By device; on a CPU just enough to show that a case runs.
+PROMPT_TOKENS = {"cuda": 512, "cpu": 32}
+NEW_TOKENS = {"cuda": 128, "cpu": 8}
+TURNS = {"cuda": 3, "cpu": 1}  # that are counted
+# Before them. A graph is captured the second time that a kind of round is seen, and some come once in a text.
+SETUP_TURNS = {"cuda": 2, "cpu": 0}
+MAX_LENGTH = 2048
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model, what its weights are, and a text of which prompts are parts."""
+
+    model: PreTrainedModel
+    weights: str
+    text: list[int]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.config.vocab_size)
+
+    @property
+    def bytes_read(self) -> int:
+        """By a target call of few tokens: all weights, but for embeddings that are only looked up."""
+        embeddings, head = (
+            module.weight for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        )
+        weights = [p for p in self.model.parameters() if p is not embeddings or p is head]
+        return sum(p.numel() * p.element_size() for p in weights)
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """So many, of `length` tokens each; a real text is long enough for one."""
+        assert count * length <= len(self.text), f"a text of {len(self.text)} tokens is too short"
+        return [self.text[i * length : (i + 1) * length] for i in range(count)]
+
+
+def random_target(device: str, size: str = "1B") -> Target:
+    """A Llama of this shape with random weights in bf16; of the tiny one on a CPU."""
+    size = size if device == "cuda" else "tiny"
+    shape: dict[str, Any] = dict(vocab_size=128256, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=5e5)
+    config = LlamaConfig(**shape | SHAPES[size], eos_token_id=None)
+    with torch.device(device), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    length = MOST_ROWS * (PROMPT_TOKENS[device] + 1)
+    text = torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    return Target(model, f"random weights ({size}), random prompts", text)
+
+
+def real_target(device: str) -> Target:
+    """The demo's model in bf16, as transformers loads it, going on with the demo's texts and never ending by itself.
+
+    Raises:
+        FileNotFoundError: where the package that brings it is not installed.
+    """
+    folder = converted(Path(find_model()), torch.bfloat16, "target")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    text = AutoTokenizer.from_pretrained(folder)(f"{ARTICLE}\n{CODE}")["input_ids"]
+    return Target(model.to(device).eval(), REAL, text)
+
+
+def greedy(new_tokens: int) -> engine.SamplingParams:
+    return engine.SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+
+
+def load(model: PreTrainedModel, drafter: Any, batch: int = 1, **options: Any) -> engine.Engine:
+    """Without `exact`, whose padding would be part of what is measured, unless it is asked for."""
+    options = {"exact": False, "max_batch_size": batch, "max_length": MAX_LENGTH} | options
+    return engine.load(model, drafter=drafter, **options)
+
+
+def timed(
+    llm: engine.Engine, texts: list[list[int]], params: engine.SamplingParams
+) -> tuple[list[engine.Output], float]:
+    """What the texts are continued with, and the seconds that this took without reading the prompts.
+
+    Reading them ends with a copy from the host, which waits for the device: on a GPU, too, its time is not in the rounds'.
+    """
+    before = llm.stats.total_seconds - llm.stats.prefill_seconds
+    outputs = llm.generate(texts, params)
+    return outputs, llm.stats.total_seconds - llm.stats.prefill_seconds - before
+
+
+def generate_seconds(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> float:
+    """Of transformers' eager `generate`, without reading the prompt: the time of many tokens less that of one."""
+    ids = torch.tensor([prompt], device=model.device)
+    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0)
+    seconds = []
+    for count in (1, new_tokens):
+        begin = time.perf_counter()
+        model.generate(ids, max_new_tokens=count, min_new_tokens=count, **options)
+        wait(model.device)
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1] - seconds[0]
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def counted(seconds: list[float], device: str) -> list[float]:
+    """Those of the turns that count."""
+    return seconds[SETUP_TURNS[device] :]
+
+
+def bandwidth(device: str) -> float:
+    """Bytes per second of a copy, read and written bytes together."""
+    size = 1 << 30 if device == "cuda" else 1 << 26
+    source = torch.zeros(size // 2, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    contender = timing.Contender.in_turn([lambda: target.copy_(source)])
+    times = timing.interleave({"copy": contender}, repeats=10, cuda=device == "cuda")
+    return size / times["copy"].median
