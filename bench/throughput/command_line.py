@@ -2,13 +2,16 @@
 
 import argparse
 import ast
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from bench.throughput.options import BASELINES, Options
 from bench.throughput.presets import PRESETS
 from engine.config import VERIFICATION_METHODS
+from engine.demo_prompts import find_model
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -67,7 +70,11 @@ def parser() -> argparse.ArgumentParser:
         "--dtypes", nargs="+", metavar="DTYPE", help="auto (the checkpoint's own), bfloat16, float32, ..."
     )
     models.add_argument("--device", help="auto, cpu, cuda:0, ...")
-    models.add_argument("--exact", action=argparse.BooleanOptionalAction, help="default: on an accelerator only")
+    models.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        help="default: on an accelerator, and with a synthetic drafter",
+    )
     models.add_argument(
         "--load-option", dest="load_options", action="append", type=_assignment, metavar="NAME=VALUE",
         help="one more argument of engine.load; may be given several times",
@@ -101,9 +108,41 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, bool, bool]:
     restart, report_only = given.pop("restart", False), given.pop("report_only", False)
     settings = dict(PRESETS[given["preset"]].options) if "preset" in given else {}
     settings |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if any(drafter.startswith("synthetic:") for drafter in settings.get("drafters", ())):
+        # Else plain decoding and verification, of another width, part through rounding, and behind that no draft is right.
+        settings.setdefault("exact", True)
     settings["load_options"] = dict(settings.get("load_options", ()))
     settings["out"] = settings["out"].expanduser().resolve()
     try:
         return Options(**settings), restart, report_only
     except (ValueError, FileNotFoundError) as error:
         made.error(str(error))
+
+
+def command(options: Mapping[str, Any], out: str) -> str:
+    """The command line that gives these options, which are as `Options.as_dict` makes them; without those at their defaults."""
+    usual = _defaults(options["preset"])
+    given = {name: value for name, value in options.items() if value is not None and value != usual.get(name)}
+    words = [word for name, value in given.items() for word in _words(name, value)]
+    return shlex.join(["python", "-m", "bench.throughput", "--out", out, *words])
+
+
+def _defaults(preset: str | None) -> dict[str, Any]:
+    """What options are that nobody gave."""
+    usual = Options(out=Path(), **(PRESETS[preset].options if preset else {})).as_dict() | {"preset": None}
+    if usual["target"] is None:
+        with suppress(FileNotFoundError):  # not installed here
+            usual["target"] = Path(find_model()).name
+    return usual
+
+
+def _words(name: str, value: Any) -> Iterator[str]:
+    """One option as it is typed."""
+    flag = f"--{name.replace('_', '-')}"
+    if name == "load_options":
+        for each, setting in value.items():
+            yield from ("--load-option", f"{each}={setting!r}")
+    elif isinstance(value, bool):
+        yield flag if value else f"--no-{name}"
+    else:
+        yield from (flag, *map(str, value if isinstance(value, list) else [value]))

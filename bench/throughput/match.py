@@ -14,13 +14,13 @@ from tqdm import tqdm
 from bench.throughput import plan
 from bench.throughput.bed import Bed
 from bench.throughput.compare import Comparer
-from bench.throughput.methods import Call, Contest, Method, synchronize
+from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, synchronize
 from bench.throughput.options import Options
 from bench.throughput.ours import Ours
 from bench.throughput.prompts import Group, Prompt, cut, groups, render
 from bench.throughput.records import Records
 
-PLAINS = ("ours plain", "transformers plain")  # what texts are compared with
+PLAINS = (OUR_PLAIN, "transformers plain")  # what texts are compared with
 WARMUP_TOKENS = 16
 
 
@@ -96,7 +96,7 @@ class Match:
                 if self.records.skip(self.contest.label, method.name, reason):
                     left_out.setdefault(reason, []).append(method.name)
                 continue
-            if method.name == "ours plain":
+            if method.name == OUR_PLAIN:
                 plain_texts = [row.token_ids for row in call.rows]
             ready.append(method)
         for reason, names in left_out.items():
@@ -117,7 +117,7 @@ class Match:
     def _answer(self, prompt: Prompt, turn: int, repeat: int) -> str:
         for record in self.records.records:
             if (record["method"], record["line"], record["turn"], record["repeat"]) == (
-                "ours plain", prompt.index + 1, turn, repeat,
+                OUR_PLAIN, prompt.index + 1, turn, repeat,
             ) and record["contest"] == asdict(self.contest):  # fmt: skip
                 return record["text"] or ""
         return ""
@@ -137,7 +137,7 @@ class Match:
         errors: dict[str, str] = {}
         for method in order:
             if isinstance(method, Ours) and method.synthetic:
-                plain = calls.get("ours plain")
+                plain = calls.get(OUR_PLAIN)
                 method.plain_texts = [row.token_ids for row in plain.rows] if plain else [[] for _ in prompts]
             try:
                 calls[method.name], seconds[method.name] = timed(
@@ -171,6 +171,7 @@ class Match:
             "new_tokens": len(row.token_ids), "call_tokens": sum(len(r.token_ids) for r in call.rows),
             "seconds": seconds, "prefill_seconds": call.prefill_seconds, "prefill_tokens": call.prefill_tokens,
             "draft_seconds": call.draft_seconds, "verify_seconds": call.verify_seconds, "overhead_seconds": overhead,
+            "forward_seconds": call.forward_seconds,
             "rounds": row.rounds, "draft_tokens": row.draft_tokens, "accepted_tokens": row.accepted_tokens,
             "acceptance_per_position": row.acceptance_per_position,
             "token_ids": row.token_ids, "text": self.bed.tokenizer.decode(row.token_ids, skip_special_tokens=True),
@@ -192,7 +193,7 @@ class Match:
     def _same_text_is_meant(self, method: Method, plain: str) -> bool:
         if self.contest.temperature == 0:
             return True
-        return plain == "ours plain" and isinstance(method, Ours) and method.verification == "coupled"
+        return plain == OUR_PLAIN and isinstance(method, Ours) and method.verification == "coupled"
 
 
 def timed(call: Callable[[], Call], device: torch.device) -> tuple[Call, float]:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from bench.throughput.bed import Bed
 
 
+OUR_PLAIN = "ours plain"  # our plain decoding, which no method of ours should be slower than
+
+
 @dataclass(frozen=True)
 class Contest:
     """What all methods that are compared with each other have in common."""
@@ -64,6 +67,7 @@ class Call:
     prefill_tokens: int = 0  # tokens, of all rows, that came out of reading the prompts
     draft_seconds: float | None = None
     verify_seconds: float | None = None  # target calls and verification, in rounds
+    forward_seconds: float | None = None  # of both, those in the target's and the drafter's forward passes
 
 
 class Method(ABC):

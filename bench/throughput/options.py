@@ -150,10 +150,13 @@ class Options:
         return tuple(location for drafter in self.drafters for location in checkpoints(drafter))
 
     def as_dict(self) -> dict[str, Any]:
-        """All that changes what is measured, ready for JSON; not where it is written."""
+        """All that changes what is measured, ready for JSON; files by their names, and not where it is written."""
         found = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         del found["out"]
-        return found | {"prompts": str(self.prompts.name)}
+        ours = self.prompts.resolve().parent == OWN_PROMPTS.parent  # which others have at the same place
+        found["prompts"] = f"bench/data/{self.prompts.name}" if ours else self.prompts.name
+        found["drafters"] = [by_name(drafter) for drafter in self.drafters]
+        return found | {"target": None if self.target is None else by_name(self.target)}
 
 
 def _at_least_one(name: str, value: int) -> None:
@@ -183,6 +186,15 @@ def checkpoints(drafter: str) -> list[str]:
     """The locations in a drafter's name."""
     synthetic = drafter.startswith("synthetic:")
     return [] if synthetic else [part for part in split_stages(drafter) if is_location(part)]
+
+
+def by_name(source: str) -> str:
+    """A target's or drafter's name with files and folders by their last parts: where they lie is no one else's concern."""
+    if source.startswith("synthetic:"):
+        return source
+    return "+".join(
+        part if may_be_hub_id(part) and not Path(part).exists() else Path(part).name for part in split_stages(source)
+    )
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """This project's engine as a contender."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,8 @@ import torch
 
 import engine
 from bench.throughput.bed import Bed
-from bench.throughput.methods import Call, Contest, Method, Row
+from bench.throughput.forwards import ForwardClock
+from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, Row
 from bench.throughput.options import drafter_label, synthetic_acceptance
 from bench.throughput.synthetic import SyntheticDrafter
 
@@ -52,7 +54,7 @@ class Ours(Method):
         self.synthetic = drafter is not None and drafter.startswith("synthetic:")
         self._settings: dict[str, Any] = {"exact": exact, **(load_options or {})}
         self._max_length, self._seed = max_length, seed
-        self.name = "ours plain" if drafter is None else f"ours {drafter_label(drafter)} K={num_draft_tokens}"
+        self.name = OUR_PLAIN if drafter is None else f"ours {drafter_label(drafter)} K={num_draft_tokens}"
         if drafter is not None:
             self.name += "" if verification == "rejection" else f" {verification}"
             self.name += "" if drafts == "own" else f", {drafts} drafts"
@@ -98,15 +100,17 @@ class Ours(Method):
         ]
         if isinstance(self._drafter, SyntheticDrafter):
             self._drafter.expect(prompts, self.plain_texts)
-        before = _seconds(self._llm.stats)
-        outputs = self._llm.generate(prompts, params)
+        before, clock = _seconds(self._llm.stats), ForwardClock(self._llm)
+        on_cpu = self._bed.device.type == "cpu"  # a GPU works apart from the host's clock, and graphs call no hooks
+        with clock if on_cpu else nullcontext():
+            outputs = self._llm.generate(prompts, params)
         prefill, draft, verify = (b - a for a, b in zip(before, _seconds(self._llm.stats), strict=True))
         rows = []
         for output in outputs:
             stats = output.stats
             accepted, per_position = stats.accepted_tokens, stats.acceptance_per_position
             rows.append(Row(output.token_ids, stats.rounds, stats.draft_tokens, accepted, per_position))
-        return Call(rows, prefill, 0, draft, verify)
+        return Call(rows, prefill, 0, draft, verify, clock.seconds if on_cpu else None)
 
     def close(self) -> None:
         self._llm = self._drafter = None  # type: ignore[assignment]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.throughput.methods import Contest
+from bench.throughput.methods import OUR_PLAIN, Contest
 from bench.throughput.summary import Summary, overall
 from bench.throughput.table import cost_ratio
 from bench.throughput.theory import expected_acceptance, expected_speedup, expected_tokens, fitted_acceptance
@@ -114,7 +114,7 @@ def against_k(plt: Any, contest: Contest, found: Sequence[Summary], relative_to:
                 families.setdefault(family, {})[k] = summary
     if not any(len(by_k) > 1 for by_k in families.values()):
         return None  # nothing to see that the table does not say
-    plain = next((s for s in found if s.method == "ours plain" and s.calls), None)
+    plain = next((s for s in found if s.method == OUR_PLAIN and s.calls), None)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
     for number, (family, by_k) in enumerate(families.items()):
         colour, ks = COLOURS[number % len(COLOURS)], sorted(by_k)

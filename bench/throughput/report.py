@@ -28,7 +28,7 @@ def write_report(folder: Path) -> str:
         drawn = plots.draw_all(summaries, relative_to, folder)
     else:
         notes.append(plots.MISSING)
-    (folder / TABLE).write_text(markdown(run, summaries, drawn, notes), encoding="utf-8")
+    (folder / TABLE).write_text(markdown(run, folder.name, summaries, drawn, notes), encoding="utf-8")
     lines = []
     for contest, found in summaries.items():
         lines += ["", contest.label, "", *table(HEADER[1:], [cells(summary)[1:] for summary in overall(found)])]

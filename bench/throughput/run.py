@@ -43,10 +43,10 @@ def describe(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
             found["versions"][package] = None
     found["code"] = _digest(*(path.read_text() for path in sorted(chain(*(home.rglob("*.py") for home in CODE)))))
     texts = _digest(*(json.dumps(asdict(prompt)) for prompt in prompts))
-    models = {
-        name: _files(name) for name in (options.target, *options.draft_checkpoints) if name and Path(name).exists()
-    }
-    chosen = options.as_dict() | {"target": options.target or Path(find_model()).name}
+    sources = {"target": options.target} | {f"drafter {Path(name).name}": name for name in options.draft_checkpoints}
+    models = {role: _files(name) for role, name in sources.items() if name and Path(name).expanduser().exists()}
+    chosen = options.as_dict()
+    chosen["target"] = chosen["target"] or Path(find_model()).name
     about = {"options": chosen, "prompts": f"{len(prompts)} prompts, {texts}", "environment": found}
     return about | {"models": models}
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.throughput.methods import Contest
+from bench.throughput.methods import OUR_PLAIN, Contest
 
 ALL = "all"
 
@@ -37,6 +37,7 @@ class Summary:
     drafter: str | None
     calls: list[CallFigures]
     ratios: list[float] = field(default_factory=list)  # of tokens/s to the reference's, call by call
+    ratios_to_plain: list[float] = field(default_factory=list)  # to those of our own plain decoding
     errors: int = 0
 
     @property
@@ -110,6 +111,20 @@ class Summary:
             for name in names
         }
 
+    @property
+    def outside_forwards(self) -> float | None:
+        """Share of the time of a call's rounds that is not spent in forward passes, median of the calls; None where it was not
+        measured, which older records say by not having it.
+        """
+        shares = []
+        for call in self.calls:
+            forward = call.rows[0].get("forward_seconds")
+            if forward is None or call.prefill_seconds is None:
+                return None
+            rounds = call.seconds - call.prefill_seconds
+            shares.append((rounds - forward) / rounds)
+        return statistics.median(shares) if shares else None
+
     def compared_with(self, plain: str) -> list[dict[str, Any] | None]:
         """For each row that was compared with a plain decoding: None where they are the same, else the difference."""
         return [row["differences"][plain] for row in self.rows if plain in row["differences"]]
@@ -134,7 +149,7 @@ def _of_contest(records: Sequence[Mapping[str, Any]], relative_to: str) -> Itera
     for record in records:
         unit = (record["group"], record["turn"], record["repeat"])
         by_method.setdefault(record["method"], {}).setdefault(unit, []).append(dict(record))
-    reference = {u: _figures(rows) for u, rows in by_method.get(relative_to, {}).items() if rows[0]["error"] is None}
+    reference, plain = (_rates(by_method.get(name, {})) for name in (relative_to, OUR_PLAIN))
     categories = list(dict.fromkeys(record["group_category"] for record in records))
     for category in [*categories, ALL] if len(categories) > 1 else categories:
         for method, units in by_method.items():
@@ -151,9 +166,16 @@ def _of_contest(records: Sequence[Mapping[str, Any]], relative_to: str) -> Itera
                 call = _figures(rows)
                 summary.calls.append(call)
                 if unit in reference:
-                    summary.ratios.append(call.tokens_per_second / reference[unit].tokens_per_second)
+                    summary.ratios.append(call.tokens_per_second / reference[unit])
+                if unit in plain:
+                    summary.ratios_to_plain.append(call.tokens_per_second / plain[unit])
             if summary.calls or summary.errors:
                 yield summary
+
+
+def _rates(units: Mapping[tuple[Any, ...], list[dict[str, Any]]]) -> dict[tuple[Any, ...], float]:
+    """Tokens/s of each call that did not fail."""
+    return {unit: _figures(rows).tokens_per_second for unit, rows in units.items() if rows[0]["error"] is None}
 
 
 def _figures(rows: list[dict[str, Any]]) -> CallFigures:

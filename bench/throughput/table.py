@@ -5,29 +5,42 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.report import table
+from bench.throughput.command_line import command
 from bench.throughput.match import PLAINS
-from bench.throughput.methods import Contest
+from bench.throughput.methods import OUR_PLAIN, Contest
 from bench.throughput.summary import Summary, overall
 
-HEADER = ["category", "method", "calls", "median", "mean", "worst", "tokens/s", "after prefill", "prefill, ms"]
+HEADER = ["category", "method", "calls", "median", "mean", "worst", "median to our plain", "worst to our plain"]
+HEADER += ["tokens/s", "after prefill", "prefill, ms"]
 HEADER += ["acceptance", "tokens per target call", *(f"same text as {plain}" for plain in PLAINS), "largest gap"]
-PARTS = ["method", "draft, ms", "verify, ms", "overhead, ms", "draft token / plain step", "acceptance by position"]
+PARTS = ["method", "draft, ms", "verify, ms", "overhead, ms", "outside forwards", "draft token / plain step"]
+PARTS += ["acceptance by position"]
 NOTES = """\
 *median*, *mean*, *worst*: tokens/s of a call divided by those of "{relative_to}" for the same prompts, in the same run, method
-after method on each prompt. *tokens/s*: all tokens divided by all seconds, reading the prompts included; *after prefill*
-without it (and without the tokens that reading the prompt gives: ours gives none, others one or more). Tokens are counted as
-ids, the end of sequence included. *prefill*: median. *acceptance*: accepted / proposed draft tokens. *same text*: token ids;
-texts are compared where they are meant to be the same: greedy, and sampled with the rule `coupled`. *largest gap*: how much
-likelier the target holds one of the two tokens at which texts part, in nats, from one plain call over what they have in
-common. In bfloat16, logits between 16 and 32 lie 0.125 apart: a gap of that size is rounding."""
+after method on each prompt; *to our plain*: divided by those of "ours plain" instead. *tokens/s*: all tokens divided by all
+seconds, reading the prompts included; *after prefill* without it (and without the tokens that reading the prompt gives: ours
+gives none, others one or more). Tokens are counted as ids, the end of sequence included. *prefill*: median. *acceptance*:
+accepted / proposed draft tokens. *same text*: token ids; texts are compared where they are meant to be the same: greedy, and
+sampled with the rule `coupled`. *largest gap*: how much likelier the target holds one of the two tokens at which texts part,
+in nats, from one plain call over what they have in common. In bfloat16, logits between 16 and 32 lie 0.125 apart: a gap of
+that size is rounding."""
 SYNTHETIC_NOTE = """\
 **"not a real drafter"**: it knows plain's text and corrupts it, each token with a given probability. Its rows say what the
 engine costs at a given acceptance, and nothing of what a drafter reaches."""
+EXACT_NOTE = """\
+It needs a text that it can be right about: all of ours is `exact` in this run. Plain decoding's calls have the shape of those
+that verify, which costs it time on a CPU, and the verified text is plain's bit for bit."""
+NOT_EXACT_NOTE = """\
+**This run was not `exact`**: where rounding parts the verified text from plain's, the drafter is wrong from there on, and the
+acceptance falls below what was asked for."""
 PARTS_NOTE = """\
 Times of a round of the whole batch, mean of a call and median of the calls. *overhead*: all that is neither prefill, nor
-drafting, nor the target's call with its verification. *draft token / plain step*: seconds to draft a token, K in a round,
-divided by those of a round of plain decoding: the cost ratio c of Leviathan et al. *acceptance by position*: of a row's rounds
-that proposed an i-th token, the share that took it; mean of the rows that had such rounds, weighted by all their rounds."""
+drafting, nor the target's call with its verification. *outside forwards*: the share of all three that is not spent in forward
+passes, the target's and those of a draft model or a head. So masks, the verification, the cache's and the drafter's books and
+all that a lookup does count, beside the overhead; "-": not measured, as on a GPU and in runs before there was this figure.
+*draft token / plain step*: seconds to draft a token, K in a round, divided by those of a round of plain decoding: the cost
+ratio c of Leviathan et al. *acceptance by position*: of a row's rounds that proposed an i-th token, the share that took it;
+mean of the rows that had such rounds, weighted by all their rounds."""
 
 PLOTS_NOTE = """\
 Dashed in the plots against K: the tokens per target call that equation 1 of Leviathan et al. (arXiv 2211.17192) expects of
@@ -37,25 +50,23 @@ same for one token and for K+1."""
 
 
 def markdown(
-    run: dict[str, Any], summaries: dict[Contest, list[Summary]], plots: Sequence[str], notes: Sequence[str]
+    run: dict[str, Any], out: str, summaries: dict[Contest, list[Summary]], plots: Sequence[str], notes: Sequence[str]
 ) -> str:
-    """The whole report."""
+    """The whole report; `out` names the folder that it is for."""
     options = run["options"]
-    lines = ["# Throughput", ""]
+    lines = ["# Throughput", "", "```", command(options, out), "```", ""]
     if not run["complete"]:
         lines += ["**This run is not complete: what follows is what it measured so far.**", ""]
     lines += [
         f"{name.replace('_', ' ')}: {_plain(value)}  " for name, value in options.items() if value not in (None, [], {})
     ]
     lines += [f"{name}: {_plain(value)}  " for name, value in run["environment"].items()]
-    synthetic = False
     for contest, found in summaries.items():
-        synthetic |= any(summary.synthetic for summary in found)
         lines += ["", f"## {contest.label}", "", *table(HEADER, [cells(summary) for summary in found])]
         if parts := part_rows(overall(found)):
             lines += ["", *table(PARTS, parts)]
         if any(summary.synthetic for summary in found):
-            lines += ["", SYNTHETIC_NOTE]
+            lines += ["", SYNTHETIC_NOTE, EXACT_NOTE if options["exact"] else NOT_EXACT_NOTE]
     lines += ["", "## How to read this", "", NOTES.format(relative_to=options["relative_to"]), "", PARTS_NOTE]
     for title, entries in (("Left out", left_out(run)), ("Notes", notes)):
         if entries:
@@ -104,6 +115,7 @@ def cells(summary: Summary) -> list[str]:
         summary.method,
         calls,
         *shown,
+        *_to_plain(summary),
         f"{summary.tokens_per_second:.1f}",
         _shown(summary.decode_tokens_per_second, ".1f"),
         _shown(summary.prefill_seconds, ".0f", 1e3),
@@ -112,6 +124,11 @@ def cells(summary: Summary) -> list[str]:
         *(_same(summary, plain) for plain in PLAINS),
         _largest_gap(summary),
     ]
+
+
+def _to_plain(summary: Summary) -> list[str]:
+    ratios = summary.ratios_to_plain
+    return [f"{ratio:.2f}x" for ratio in (statistics.median(ratios), min(ratios))] if ratios else [""] * 2
 
 
 def _shown(value: float | None, form: str, scale: float = 1.0) -> str:
@@ -132,7 +149,7 @@ def _largest_gap(summary: Summary) -> str:
 def part_rows(summaries: Sequence[Summary]) -> list[list[str]]:
     """Rows under PARTS, of the methods that tell."""
     rows = []
-    plain = next((s.parts_per_round() for s in summaries if s.method == "ours plain"), None)
+    plain = next((s.parts_per_round() for s in summaries if s.method == OUR_PLAIN), None)
     for summary in summaries:
         parts = summary.parts_per_round()
         if parts is None:
@@ -140,7 +157,8 @@ def part_rows(summaries: Sequence[Summary]) -> list[list[str]]:
         cost = cost_ratio(summary, plain)
         by_position = " ".join(f"{rate:.2f}" for rate in summary.acceptance_per_position)
         times = [f"{1e3 * parts[name]:.2f}" for name in ("draft", "verify", "overhead")]
-        rows.append([summary.method, *times, "" if cost is None else f"{cost:.3f}", by_position])
+        outside = "-" if summary.outside_forwards is None else f"{summary.outside_forwards:.1%}"
+        rows.append([summary.method, *times, outside, "" if cost is None else f"{cost:.3f}", by_position])
     return rows
 
 
