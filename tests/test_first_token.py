@@ -1,0 +1,102 @@
+"""The benchmark of the first token: who takes part, its turns and ratios, and (`-m slow`) its processes on a tiny checkpoint."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+import cli_fakes
+
+from bench import first_token
+from bench.first_token import OURS, OURS_PLAIN, PARTS, THEIRS, THEIRS_GGUF
+from engine.heads import DEFAULT_DRAFTER
+
+checkpoint = cli_fakes.checkpoint  # a fixture
+
+SECONDS = {OURS: 2.0, OURS_PLAIN: 1.0, THEIRS: 4.0, THEIRS_GGUF: 40.0}
+
+
+class FakeRuns:
+    """Stands in for `first_token.measure`: runs of a contender get longer and longer."""
+
+    def __init__(self, specs: dict[str, Any]) -> None:
+        self.specs = specs
+        self.order: list[str] = []
+        self.token = 7
+
+    def __call__(self, spec: Any) -> dict[str, Any]:
+        name = next(name for name, each in self.specs.items() if each is spec)
+        self.order.append(name)
+        seconds = SECONDS[name] + self.order.count(name) - 3  # the median of runs 1 to 3, after one more
+        return dict.fromkeys(("seconds", *PARTS, "cpu"), seconds) | {"tokens": [self.token]}
+
+
+@pytest.fixture
+def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that looks like one, and what it was converted to."""
+    monkeypatch.setattr("engine.gguf.converted", lambda path, dtype, role: tmp_path / f"converted-{dtype}")
+    path = tmp_path / "model.gguf"
+    path.touch()
+    return path
+
+
+def test_a_gguf_file_is_compared_with_a_plain_folder_too(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.demo_prompts.find_model", lambda: str(gguf))
+    specs = first_token.contenders(None, None)
+    own, plain, theirs, their_gguf = (specs[name] for name in (OURS, OURS_PLAIN, THEIRS, THEIRS_GGUF))
+    assert (own["drafter"], plain["drafter"]) == (DEFAULT_DRAFTER, None)
+    assert own["target"] == plain["target"] == str(gguf)
+    assert theirs["target"] == str(gguf.parent / "converted-torch.bfloat16") and "gguf_file" not in theirs
+    assert (their_gguf["target"], their_gguf["gguf_file"]) == (str(gguf.parent), "model.gguf")
+    assert {spec["dtype"] for spec in specs.values()} == {"bfloat16"}
+    assert first_token.contenders(str(gguf), None)[OURS]["drafter"] == "ngram"
+
+
+def test_turns_medians_and_ratios(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = first_token.contenders(str(gguf), "suffix")
+    fake = FakeRuns(specs)
+    monkeypatch.setattr(first_token, "measure", fake)
+    result = first_token.summary(first_token.run(specs, runs=3))
+    first, *_ = names = list(specs)
+    assert fake.order[:4] == names and fake.order[4:8] == [*names[1:], first]
+    assert {name: medians["seconds"] for name, medians in result["medians"].items()} == SECONDS
+    assert result["ratio"] == result["ratios"][f"{OURS} / {THEIRS}"] == 0.5 and result["met"]
+    assert result["ratios"][f"{OURS} / {THEIRS_GGUF}"] == 2 / 40
+
+
+def test_another_first_token_ends_the_run(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = first_token.contenders(str(gguf), None)
+
+    class Differing(FakeRuns):
+        def __call__(self, spec: Any) -> dict[str, Any]:
+            self.token += spec["library"] == "transformers"
+            return super().__call__(spec)
+
+    monkeypatch.setattr(first_token, "measure", Differing(specs))
+    with pytest.raises(ValueError, match=r"^transformers begins with \[8\], but ours with \[7\]"):
+        first_token.run(specs, runs=1)
+
+
+def test_a_process_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_token, "ROOT", tmp_path)  # without the benchmarks
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with pytest.raises(RuntimeError, match="failed: ModuleNotFoundError: No module named 'bench'"):
+        first_token.measure(dict(library="ours", target="nowhere"))
+
+
+@pytest.mark.slow
+def test_on_a_tiny_checkpoint(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "first_token.json"
+    first_token.main(["--target", str(checkpoint), "--runs", "1", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert set(found["medians"]) == {OURS, OURS_PLAIN, THEIRS}
+    for name, (run,) in found["runs"].items():
+        assert 0 < run["first token"] < run["seconds"] == pytest.approx(sum(run[part] for part in PARTS)), name
+        assert len(run["tokens"]) == 1
+    assert {"torch", "transformers", "python"} <= set(found["environment"]["versions"])
+    assert found["ratio"] == pytest.approx(found["medians"][OURS]["seconds"] / found["medians"][THEIRS]["seconds"])
+    assert "run 1 of 1" in capsys.readouterr().out
