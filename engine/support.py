@@ -12,7 +12,7 @@ from .errors import UnsupportedModelError
 TESTED = frozenset(
     (
         *("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt2"),
-        *("opt", "gpt_neox", "phi", "phi3", "falcon", "olmo2", "starcoder2", "smollm3"),
+        *("opt", "gpt_neox", "phi", "phi3", "falcon", "olmo2", "starcoder2", "smollm3", "gpt_oss"),
     )
 )
 _ATTENTION = {"full_attention", "sliding_attention"}  # layer types whose K/V can be rolled back

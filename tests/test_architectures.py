@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, CONTEXT, greedy, perturbed, random_prompts, tiny
+from kernel_cases import DEVICE
+from tiny_models import CONFIGS, CONTEXT, EAGER_ONLY, GROUPED_EXPERTS, WINDOW, greedy, perturbed, random_prompts, tiny
 from transformers import AutoConfig, PreTrainedModel
 
 import engine
+from engine.kernels import attention
 from engine.model import uses_ragged_kernel
 
 NEW = 12
@@ -20,8 +22,7 @@ DRAFTERS = ("ngram", "model")
 
 @functools.cache
 def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    # torch's grouped matrix product, which serves the experts, knows no float64.
-    target = tiny(name, dtype=torch.float32 if name == "mixtral" else torch.float64)
+    target = tiny(name, dtype=torch.float32 if name in GROUPED_EXPERTS else torch.float64)
     return target, perturbed(target, 0.05)
 
 
@@ -55,13 +56,12 @@ def test_greedy_equals_transformers(name: str, batch: int, num_draft_tokens: int
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    # transformers' own sdpa knows no softcap, which gemma2 has
     [
         (name, own)
         for name in CONFIGS
         if name != "falcon"
         for own in ("sdpa", "eager")
-        if (name, own) != ("gemma2", "sdpa")
+        if own == "eager" or name not in EAGER_ONLY
     ],
 )
 def test_with_ragged_attention(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +75,27 @@ def test_with_ragged_attention(name: str, implementation: str, monkeypatch: pyte
         outputs = llm.generate(prompts()[:8], engine.SamplingParams(max_new_tokens=NEW))
         assert [output.token_ids for output in outputs] == [expected(name, index) for index in range(8)]
         assert target.config._attn_implementation_internal == implementation
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])  # a window; a soft cap too; sinks
+def test_with_the_triton_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels themselves inside a model: compiled on a GPU, else in Triton's interpreter."""
+    monkeypatch.setenv("ENGINE_KERNELS", "triton")
+    monkeypatch.setattr("engine.model.uses_ragged_kernel", lambda model: True)
+    told: list[dict[str, Any]] = []
+    real = attention.ragged_attention
+    monkeypatch.setattr(attention, "ragged_attention", lambda *a, **more: told.append(more) or real(*a, **more))
+    target = tiny(name, dtype=torch.float32)
+    some = [prompts()[index] for index in (0, 2, 5)]
+    texts = [greedy(target, prompt, 6) for prompt in some]
+    assert max(map(len, some)) > WINDOW
+    llm = engine.load(target.to(DEVICE), num_draft_tokens=3, max_batch_size=2, exact=False)
+    outputs = llm.generate(some, engine.SamplingParams(max_new_tokens=6))
+    assert [output.token_ids for output in outputs] == texts
+    assert {more["window"] for more in told} == ({WINDOW} if name == "mistral" else {WINDOW, None})
+    assert all((more["softcap"] is not None) == (name == "gemma2") for more in told)
+    assert all((more["sinks"] is not None) == (name == "gpt_oss") for more in told)
 
 
 def test_falcon_keeps_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:

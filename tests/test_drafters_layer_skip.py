@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_graphs import with_graphs
 from test_sampling_law import SETTINGS, VOCAB, g_test, law, sample
-from tiny_models import CONFIGS, CONTEXT, WINDOW, greedy, random_prompts, tiny
+from tiny_models import CONFIGS, CONTEXT, EAGER_ONLY, GROUPED_EXPERTS, WINDOW, greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 
 import engine
@@ -34,8 +34,7 @@ def four_layers(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -
     sizes: dict[str, Any] = dict(num_hidden_layers=LAYERS) | (dict(n_layer=LAYERS) if name == "gpt2" else {})
     if name == "gemma3_text":
         sizes["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    # torch's grouped matrix product, which serves the experts, knows no float64.
-    return tiny(name, dtype=torch.float32 if name == "mixtral" else dtype, **{**sizes, **changes})
+    return tiny(name, dtype=torch.float32 if name in GROUPED_EXPERTS else dtype, **{**sizes, **changes})
 
 
 @functools.cache
@@ -125,7 +124,7 @@ def test_drafts_are_a_shortened_models(name: str) -> None:
             whole = torch.tensor([[*text, *proposal.tokens[row, :-1]]])
             with torch.no_grad(), skipping(target, layers, start=len(text) - 1):
                 logits = target(whole, use_cache=False).logits[0, len(text) - 1 :]
-            close = dict(rtol=1e-4, atol=1e-4) if name == "mixtral" else dict(rtol=1e-5, atol=1e-5)
+            close = dict(rtol=1e-4, atol=1e-4) if name in GROUPED_EXPERTS else dict(rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(proposal.logits[row], logits, **close)
 
 
@@ -457,8 +456,11 @@ def test_several_layers_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "implementation"),
     sampled(
-        # gemma2 has no sdpa of its own, as it has a soft cap
-        [case for case in itertools.product(CONFIGS, ("sdpa", "eager")) if case != ("gemma2", "sdpa")],
+        [
+            case
+            for case in itertools.product(CONFIGS, ("sdpa", "eager"))
+            if case[1] == "eager" or case[0] not in EAGER_ONLY
+        ],
         lambda case: (
             case[1] == ("eager" if case[0] in ("gemma2", "qwen3") else "sdpa")
             and case[0] in (*NAMES, "gemma2", "qwen3")

@@ -48,7 +48,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": dict(**_GROUPED, sliding_window=WINDOW),
     "mixtral": dict(**_GROUPED, num_local_experts=4, sliding_window=None),
     "smollm3": _GROUPED,
+    "gpt_oss": dict(
+        **_GROUPED,
+        head_dim=8,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": CONTEXT // 4,
+        },
+    ),
 }
+EAGER_ONLY = ("gemma2", "gpt_oss")  # transformers' own sdpa knows neither soft caps nor sinks
+GROUPED_EXPERTS = ("mixtral", "gpt_oss")  # in torch's grouped matrix product, which knows no float64
 
 
 def tiny(name: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
@@ -60,6 +76,9 @@ def tiny(name: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64,
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.35)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):  # of the size of logits, so that a text depends on them
+                torch.nn.init.normal_(parameter)
     return model
 
 
