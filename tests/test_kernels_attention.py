@@ -18,11 +18,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 
-WIDTHS, GROUPS, HEAD_DIMS = (1, 2, 6, 8, 32, 65), (1, 2, 4, 7, 8), (8, 16, 32, 64, 80, 96, 128, 256)
+WIDTHS, GROUPS, HEAD_DIMS = (1, 2, 6, 8, 32, 65), (1, 2, 4, 7, 8), (8, 16, 32, 64, 80, 96, 128, 192, 256)
 LENGTHS = (0, 1, 15, 17, 511, 512)  # and W columns more: on both sides of blocks and splits
 SHAPES = {  # a sample of them: (W, G, D, dtype)
     (1, 1, 8, torch.float32), (1, 8, 64, torch.bfloat16), (2, 7, 16, torch.float16), (2, 4, 96, torch.float32),
     (6, 4, 128, torch.bfloat16), (6, 2, 80, torch.float16), (8, 8, 32, torch.bfloat16), (8, 1, 256, torch.float32),
+    (1, 4, 192, torch.float32), (6, 2, 192, torch.bfloat16), (65, 1, 192, torch.float16),
     (32, 4, 64, torch.bfloat16), (65, 2, 32, torch.bfloat16), (65, 7, 16, torch.float32),
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
