@@ -1,7 +1,10 @@
 """The loop: ragged batches, ends, streaming, seeds, statistics."""
 
 import copy
+import gc
+import itertools
 import pickle
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -295,13 +298,57 @@ def test_prefill_calls_are_wide_and_little_padded(missing: list[int], expected: 
     assert sum(min(n, width) for n in missing) >= 0.75 * width * len(group)
 
 
-def test_a_thousand_prompts_in_bounded_memory(target: PreTrainedModel, capsys: pytest.CaptureFixture) -> None:
+def live_tensors() -> int:
+    """Bytes of all tensors that there are."""
+    storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def python_bytes(llm: engine.Engine, prompts: list[list[int]]) -> tuple[int, int]:
+    """What a run takes in Python: at most, and once its outputs have gone."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        llm.generate(prompts, _params(3))
+        _, most = tracemalloc.get_traced_memory()
+        gc.collect()
+        return most, tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("pool_tokens", [None, 500, 10**6], ids=["ngram", "bounded pool", "pool of everything"])
+def test_many_prompts_in_bounded_memory(target: PreTrainedModel, pool_tokens: int | None) -> None:
+    """For each further prompt no tensors, and in Python its request and its output; nothing when these have gone.
+
+    That it would show is seen from a pool that holds all outputs.
+    """
+    drafter = "ngram" if pool_tokens is None else engine.SuffixDrafter(pool_tokens)
+    llm = engine.load(target, drafter=drafter, max_batch_size=16, num_draft_tokens="auto")
+    prompts = random_prompts(500, seed=3, vocab_size=VOCAB)
+    llm.generate(prompts[:50], _params(3))
+    (most_of_few, kept_of_few), (most, kept) = python_bytes(llm, prompts[:100]), python_bytes(llm, prompts)
+    assert (most - most_of_few) / 400 < 4096  # K/V of a row would be 32 KiB
+    assert ((kept - kept_of_few) / 400 > 160) == (pool_tokens == 10**6)  # about 270, else 80, of which none are ours
+
+    found, calls = [], itertools.count(1)
+
+    def look(*call: object) -> None:
+        if next(calls) % 25 == 0:
+            found.append(live_tensors())
+
+    hook = target.register_forward_hook(look)
+    llm.generate(prompts, _params(3))
+    hook.remove()
+    assert len(found) >= 3 and max(found) - min(found) < 2**14
+    assert llm._target.cache.ragged_layers[0].keys.shape[0] == 16 and llm._target.cache.capacity <= 64
+
+
+def test_a_thousand_prompts_in_order(target: PreTrainedModel, capsys: pytest.CaptureFixture) -> None:
     prompts = random_prompts(1000, seed=3, vocab_size=VOCAB)
-    llm = engine.load(target, max_batch_size=16, num_draft_tokens="auto")
-    outputs = llm.generate(prompts, _params(3), progress=True)
+    outputs = engine.load(target, max_batch_size=16).generate(prompts, _params(3), progress=True)
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert outputs[777].token_ids == greedy(target, prompts[777], 3)
-    assert llm._target.cache.ragged_layers[0].keys.shape[0] == 16 and llm._target.cache.capacity <= 64
     assert "1000/1000" in capsys.readouterr().err
 
 
