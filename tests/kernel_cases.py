@@ -3,13 +3,13 @@
 The twin always runs on the CPU. The kernels run in the interpreter there or, where there is a GPU, compiled on it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.kernels import philox, reference
+from engine.kernels import philox, reference, workspace
 from engine.kernels.records import RowStats, Verdict
 from engine.kernels.row_stats import row_stats
 from engine.kernels.sample import sample
@@ -21,6 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (1, 7, 1000, 49_152, 151_936)
 LAYOUTS = ("contiguous", "padded", "every other", "vocabulary first")
 TEMPERATURES = (1.0, 0.0, 0.7, 1.3)
+OPTIONS = ("plain", "filters", "bias and mask", "all")  # of `random_options`
+TILED = 20_000  # tokens: three tiles, the last of them not full, and filters that look at a sample of the row first
 
 # Of the log-sum-exp. Both sides widen the logits to float32 without loss, so that all dtypes have the tolerance of
 # float32: a few roundings of the largest term (rtol), and of a sum of up to 151,936 terms in another order (atol).
@@ -46,6 +48,19 @@ def lay_out(values: Tensor, layout: str) -> Tensor:
         view = values.new_full((vocab_size, width, batch), torch.nan).permute(2, 1, 0)
     view.copy_(values)
     return view
+
+
+def far_apart(values: Tensor, dim: int) -> Tensor:
+    """The same values [B, W, V] on DEVICE with 2**30 elements between neighbours along `dim`, which has 3 of them: the
+    stride is an int32, what it comes to at the third is not. Of 4 GB of address space only a few pages are touched."""
+    assert values.shape[dim] == 3 and values.element_size() == 2
+    strides, size = [0, 0, 0], 1
+    for each in sorted(range(3), key=lambda each: (each == dim, -each)):
+        strides[each], size = size, size * values.shape[each]
+    strides[dim] = 2**30
+    storage = torch.UntypedStorage(2 * (2 * 2**30 + size), device=DEVICE)
+    buffer = torch.tensor([], dtype=values.dtype, device=DEVICE).set_(storage)
+    return buffer.as_strided(values.shape, strides).copy_(values)
 
 
 def random_logits(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -87,6 +102,11 @@ def random_words(generator: torch.Generator, batch: int, vocab_size: int) -> dic
     mask = torch.rand(batch, vocab_size, generator=generator) < 0.8
     mask[:, 0] = True
     return dict(logit_bias=torch.randn(vocab_size, generator=generator), token_mask=mask)
+
+
+def random_options(option: str, generator: torch.Generator, batch: int, vocab_size: int) -> dict[str, Tensor]:
+    options = random_filters(generator, batch, vocab_size) if option in ("filters", "all") else {}
+    return options | (random_words(generator, batch, vocab_size) if option in ("bias and mask", "all") else {})
 
 
 def verify_case(
@@ -154,11 +174,32 @@ def assert_verdicts_equal(actual: Verdict, expected: Verdict) -> None:
         torch.testing.assert_close(actual.logprobs.cpu(), expected.logprobs, rtol=1e-5, atol=2e-5)
 
 
+def assert_counters_are_clear() -> None:
+    """Every launch leaves the counters of arrivals at 0; the next one on the stream, or of the graph, counts from there."""
+    assert not any(counters.any() for counters, _ in workspace._stream_memory.values())
+
+
+def assert_independent(call: Callable[..., Any], case: dict[str, Tensor]) -> None:
+    """Bit for bit, a sequence comes to the same in another slot beside others, and alone; `case` holds tensors [B, ...]."""
+
+    def results(case: dict[str, Tensor]) -> list[Tensor]:
+        fields = [field for field in call(**case) if field is not None]
+        return [part for field in fields for part in ([field] if isinstance(field, Tensor) else field)]
+
+    together = results(case)
+    turned = results({name: value.roll(1, dims=0) for name, value in case.items()})
+    alone = results({name: value[1:2] for name, value in case.items()})
+    for whole, other, single in zip(together, turned, alone, strict=True):
+        assert torch.equal(whole.roll(1, dims=0), other)
+        assert torch.equal(whole[1:2], single)
+
+
 def check_row_stats(
     logits: Tensor, temperature: Tensor | None = None, device: str = DEVICE, **options: Tensor
 ) -> RowStats:
     on_device = {name: to_device(value, device) for name, value in options.items()}
     actual = row_stats(to_device(logits, device), to_device(temperature, device), **on_device)
+    assert_counters_are_clear()
     same_log = device == "cpu" or "min_p" not in options
     assert_stats_agree(actual, reference.row_stats(logits, temperature, **options), logits.dtype, same_log)
     return actual
@@ -167,6 +208,7 @@ def check_row_stats(
 def check_sample(logits: Tensor, temperature: Tensor | None = None, device: str = DEVICE, **rows: Any) -> Tensor:
     on_device = {name: to_device(value, device) for name, value in rows.items()}
     actual = sample(to_device(logits, device), to_device(temperature, device), **on_device)
+    assert_counters_are_clear()
     expected = reference.sample(logits, temperature, **rows)
     assert torch.equal(actual.tokens.cpu(), expected.tokens)
     assert_stats_agree(actual.stats, expected.stats, logits.dtype, same_log=device == "cpu" or "min_p" not in rows)
@@ -179,6 +221,7 @@ def check_verify(case: Case, device: str = DEVICE, **more: Any) -> Verdict:
     """The kernel's verdict on a case, once it equals the twin's."""
     case = case | more
     actual = verify(**{name: to_device(value, device) for name, value in case.items()})
+    assert_counters_are_clear()
     expected = reference.verify(**case)
     assert_verdicts_equal(actual, expected)
     return expected

@@ -4,7 +4,24 @@ import math
 
 import pytest
 import torch
-from kernel_cases import DEVICE, DTYPES, LAYOUTS, VOCABS, check_row_stats, lay_out, random_logits, temperatures
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_cases import (
+    DEVICE,
+    DTYPES,
+    LAYOUTS,
+    OPTIONS,
+    TILED,
+    VOCABS,
+    assert_independent,
+    check_row_stats,
+    far_apart,
+    lay_out,
+    random_filters,
+    random_logits,
+    random_options,
+    temperatures,
+)
 
 from engine.kernels.row_stats import row_stats
 
@@ -72,13 +89,53 @@ def test_logits_of_any_size(scale: float) -> None:
     check_row_stats(logits, torch.tensor([1.0, 2.0]))
 
 
-def test_more_than_2_to_31_logits() -> None:
-    """Row offsets are 64-bit. Of the 4 GB of address space only the pages of four rows are ever touched."""
-    vocab_size, stride = 16, 2**31
-    storage = torch.UntypedStorage(2 * (stride + 2 * vocab_size), device=DEVICE)
-    buffer = torch.tensor([], dtype=torch.float16, device=DEVICE).set_(storage)
-    logits = buffer.as_strided((2, 2, vocab_size), (stride, vocab_size, 1))
-    logits.copy_(torch.arange(4 * vocab_size).reshape(2, 2, vocab_size) % 23)
-    stats = row_stats(logits)
-    assert stats.argmax.tolist() == logits.argmax(dim=-1).tolist()
-    torch.testing.assert_close(stats.lse, logits.float().logsumexp(dim=-1))
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["sequences", "rows", "tokens"])
+def test_more_than_2_to_31_logits(dim: int) -> None:
+    """Offsets are 64-bit."""
+    logits = torch.arange(3 * 3 * (3 if dim == 2 else 16)).reshape(3, 3, -1) % 23 / 4
+    check_row_stats(far_apart(logits.half(), dim))
+
+
+@pytest.mark.parametrize("option", OPTIONS[1:])
+@pytest.mark.parametrize("vocab_size", [40, 5_001, TILED])
+def test_filters_bias_and_mask(vocab_size: int, option: str) -> None:
+    """In one tile and in several."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = random_logits(generator, 4, 2 if vocab_size < TILED else 1, vocab_size, dtype=torch.bfloat16)
+    check_row_stats(logits, temperatures(4), **random_options(option, generator, 4, vocab_size))
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
+def test_a_row_does_not_depend_on_its_batch(filtered: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    case = dict(logits=random_logits(generator, 3, TILED), temperature=torch.tensor([0.7, 0.0, 1.3]))
+    case |= random_filters(generator, 3, TILED) if filtered else {}
+    assert_independent(row_stats, {name: value.to(DEVICE) for name, value in case.items()})
+
+
+@pytest.mark.parametrize("filters", [{}, dict(top_k=torch.tensor([50]), top_p=torch.tensor([0.9]))], ids=len)
+def test_the_largest_vocabulary(filters: dict[str, torch.Tensor]) -> None:
+    logits = random_logits(torch.Generator().manual_seed(6), 1, 262_144, dtype=torch.bfloat16)
+    check_row_stats(logits, torch.tensor([0.8]), **filters)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**31),
+    batch=st.integers(1, 4),
+    width=st.integers(0, 3),  # 0: logits [B, V]
+    vocab_size=st.one_of(st.integers(1, 40), st.integers(1_000, 1_050), st.integers(8_000, 9_000)),
+    dtype=st.sampled_from(DTYPES),
+    option=st.sampled_from(OPTIONS),
+    hot=st.booleans(),
+)
+def test_any_shape(
+    seed: int, batch: int, width: int, vocab_size: int, dtype: torch.dtype, option: str, hot: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = random_logits(generator, *([batch, width] if width else [batch]), vocab_size, dtype=dtype)
+    options = random_options(option, generator, batch, vocab_size)
+    if width and "token_mask" in options and seed % 2:  # of each row its own
+        options["token_mask"] = options["token_mask"][:, None] | (torch.rand(logits.shape, generator=generator) < 0.3)
+        options["logit_bias"] = torch.randn(logits.shape, generator=generator)
+    check_row_stats(logits, temperatures(batch) if hot else None, **options)

@@ -1,18 +1,28 @@
 """The Triton sample against its torch twin."""
 
 import random
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kernel_cases import (
     DEVICE,
     DTYPES,
     LAYOUTS,
+    OPTIONS,
+    TILED,
     VOCABS,
+    assert_independent,
     check_sample,
+    far_apart,
     lay_out,
+    random_filters,
     random_logits,
+    random_options,
     random_rows,
     temperatures,
 )
@@ -40,6 +50,63 @@ def test_any_strides(layout: str) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = lay_out(random_logits(generator, 4, 2, 5_001, dtype=torch.bfloat16), layout)
     check_sample(logits, temperatures(4), **random_rows(4, generator))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["sequences", "rows", "tokens"])
+def test_more_than_2_to_31_logits(dim: int) -> None:
+    """Offsets are 64-bit."""
+    generator = torch.Generator().manual_seed(5)
+    logits = random_logits(generator, 3, 3, 3 if dim == 2 else 50, dtype=torch.bfloat16)
+    rows = {name: value.to(DEVICE) for name, value in random_rows(3, generator).items()}
+    check_sample(far_apart(logits, dim), **rows, return_logprobs=True)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("vocab_size", [40, 5_001, TILED])
+def test_filters_bias_mask_and_logprobs(vocab_size: int, option: str) -> None:
+    """In one tile and in several."""
+    generator = torch.Generator().manual_seed(vocab_size + 1)
+    logits = random_logits(generator, 4, 2 if vocab_size < TILED else 1, vocab_size, dtype=torch.bfloat16)
+    options = random_options(option, generator, 4, vocab_size) | random_rows(4, generator)
+    check_sample(logits, temperatures(4), **options, return_logprobs=True)
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
+def test_a_draw_does_not_depend_on_its_batch(filtered: bool) -> None:
+    generator = torch.Generator().manual_seed(6)
+    case = dict(logits=random_logits(generator, 3, TILED), temperature=torch.tensor([0.7, 1.0, 1.3]))
+    case |= random_rows(3, generator) | (random_filters(generator, 3, TILED) if filtered else {})
+    assert_independent(
+        partial(sample, return_logprobs=True), {name: value.to(DEVICE) for name, value in case.items()}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("filters", [{}, dict(top_k=torch.tensor([50]), top_p=torch.tensor([0.9]))], ids=len)
+def test_the_largest_vocabulary(filters: dict[str, torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    logits = random_logits(generator, 1, 262_144, dtype=torch.bfloat16)
+    check_sample(logits, torch.tensor([0.8]), **filters, **random_rows(1, generator))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**31),
+    batch=st.integers(1, 4),
+    width=st.integers(0, 3),  # 0: logits [B, V]
+    vocab_size=st.one_of(st.integers(1, 40), st.integers(1_000, 1_050), st.integers(8_000, 9_000)),
+    dtype=st.sampled_from(DTYPES),
+    option=st.sampled_from(OPTIONS),
+    hot=st.booleans(),
+    drafting=st.booleans(),
+)
+def test_any_shape(
+    seed: int, batch: int, width: int, vocab_size: int, dtype: torch.dtype, option: str, hot: bool, drafting: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = random_logits(generator, *([batch, width] if width else [batch]), vocab_size, dtype=dtype)
+    rows: dict[str, Any] = random_options(option, generator, batch, vocab_size) | random_rows(batch, generator)
+    rows |= dict(origin=rows["position"] - 3, stream=philox.DRAFT) if drafting else {}
+    check_sample(logits, temperatures(batch) if hot else None, **rows, return_logprobs=True)
 
 
 @pytest.mark.parametrize("stream", [philox.SAMPLE, philox.DRAFT])

@@ -2,24 +2,30 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from chains import FILTERS, law, rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
     DEVICE,
     DTYPES,
     LAYOUTS,
+    OPTIONS,
+    TILED,
     VOCABS,
     Case,
+    assert_independent,
     check_verify,
+    far_apart,
     lay_out,
     random_cases,
     random_filters,
+    random_options,
     random_rows,
-    random_words,
     to_device,
     verify_case,
 )
@@ -69,19 +75,26 @@ def test_every_method_equals_the_twin(method: str, kind: str, option: str) -> No
     """Also over several draw blocks, with vocabularies that differ, and with log-probabilities."""
     for seed, (vocab_size, draft_vocab) in enumerate([(40, 40), (2_500, 2_500), (30, 50), (50, 30)]):
         batch, rng = 8 if vocab_size < 1_000 else 5, generator(100 + seed)
-        options = random_filters(rng, batch, vocab_size) if option in ("filters", "all") else {}
-        options |= random_words(rng, batch, vocab_size) if option in ("bias and mask", "all") else {}
+        options = random_options(option, rng, batch, vocab_size)
         case = verify_case(rng, batch, 3, vocab_size, draft_vocab if kind == "full" else None, DTYPES[seed % 3])
         check_verify(case, **options, method=method, return_logprobs=True)
 
 
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
+@pytest.mark.parametrize("kind", ["full", "one-hot"])
 @pytest.mark.parametrize("method", METHODS)
-def test_large_filtered_vocabularies(method: str) -> None:
-    """Where a sample stands for the row, its bracket is swept and its candidates are halved."""
-    rng = generator(200)
-    case = verify_case(rng, 2, 1, 20_000, 20_000, torch.bfloat16)
-    case["temperature"].fill_(0.8)
-    check_verify(case, **random_filters(rng, 2, 20_000), method=method)
+def test_several_tiles(method: str, kind: str, filtered: bool) -> None:
+    """What is put together from tiles: the twin's verdict, in any slot and whoever is beside it. Under filters a sample
+    stands for the row, its bracket is swept and its candidates are halved."""
+    case = verify_case(generator(200), 2, 2, TILED, TILED if kind == "full" else None, torch.bfloat16)
+    case["temperature"] = torch.tensor([0.8, 1.3])
+    if filtered:
+        case |= dict(
+            top_k=torch.tensor([3_000, 0]), top_p=torch.tensor([0.9, 0.8]), min_p=torch.tensor([0.0, 1e-4])
+        )  # fmt: skip
+    check_verify(case, method=method, return_logprobs=True)
+    on_device = {name: value for name, value in to_device_case(case).items() if value is not None}
+    assert_independent(partial(verify, method=method, return_logprobs=True), on_device)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -233,6 +246,39 @@ def test_a_draft_that_its_distribution_cannot_have_drawn() -> None:
     assert (verdict.status == Status.ZERO_DRAFT_PROB).all() and (verdict.num_accepted == 0).all()
 
 
+@pytest.mark.parametrize("filters", [dict(top_k=5), dict(top_p=0.8)], ids=str)
+@pytest.mark.parametrize("method", ["rejection", "block"])
+def test_a_draft_that_the_filters_exclude(method: str, filters: dict[str, float]) -> None:
+    """q(token) = 0 outside top-k and top-p too, where the logit is like any other."""
+    case = verify_case(generator(11), 2, 2, 300, 300)
+    case["temperature"].fill_(0.9)
+    case["draft_logits"] = case["target_logits"][:, :2].clone()  # p = q: what is inside stands
+    inside, outside = case["draft_logits"].argsort(dim=-1, descending=True)[..., [0, 200]].unbind(dim=-1)
+    assert (case["draft_logits"].gather(-1, outside[..., None]) > -torch.inf).all()
+    case["draft_tokens"] = torch.stack([outside[0], torch.stack([inside[1, 0], outside[1, 1]])])
+    verdict = check_verify(case, **rows(filters, 2, torch.float32), method=method)
+    assert verdict.num_accepted.tolist() == [0, 1]
+    assert (verdict.status == Status.ZERO_DRAFT_PROB).all()
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("limits", [(0.09, 0.3), (0.02, 0.9), (0.5, 0.05)], ids=str)
+def test_what_typical_accepts(limits: tuple[float, float], filters: str) -> None:
+    """p(x) > min(epsilon, delta exp(-H)), in float64 from transformers' distributions; outside the filters p is 0."""
+    more = dict(method="typical", typical_epsilon=limits[0], typical_delta=limits[1])
+    case = verify_case(generator(16), 400, 1, 40) | dict(temperature=None)
+    case["target_logits"] *= torch.linspace(0.1, 2, 400)[:, None, None]  # from flat to peaked
+    p = law(case["target_logits"][:, 0].double(), FILTERS[filters])
+    case["draft_tokens"] = p.argsort(dim=-1, descending=True).gather(1, torch.arange(400)[:, None] % 13)
+    case |= rows(FILTERS[filters], 400, torch.float32)
+    entropy = -torch.xlogy(p, p).sum(dim=-1)
+    stands = p.gather(1, case["draft_tokens"]).squeeze(1) > (limits[1] * torch.exp(-entropy)).clamp(max=limits[0])
+    assert 20 < stands.sum() < 380
+    verdict = reference.verify(**case, **more)
+    assert torch.equal(verdict.num_accepted.bool(), stands) and (verdict.status == 0).all()
+    check_verify({name: None if value is None else value[::150] for name, value in case.items()}, **more)
+
+
 @pytest.mark.parametrize("vocab_size", [7, 5_000])
 def test_an_empty_residual_falls_back_to_the_target(vocab_size: int) -> None:
     """p <= q everywhere. It takes a q that sums to more than 1, here twice p: half of the drafts are rejected."""
@@ -267,36 +313,28 @@ def test_plain_decoding_is_verify_without_drafts(method: str, vocab_size: int) -
     assert torch.equal(verify(**case, method=method).tokens, sample(case["target_logits"], **rows).tokens)
 
 
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_sequence_does_not_depend_on_its_batch(method: str) -> None:
-    """Bit for bit, log-probabilities too: alone, or in another slot beside others; in several tiles and with filters."""
-    case = verify_case(generator(14), 5, 2, 5_000, 5_000)
-    case |= random_filters(generator(15), 5, 5_000)
-    case = to_device_case(case)
-    together = verify(**case, method=method, return_logprobs=True)
-    turned = verify(
-        **{name: value.roll(2, dims=0) for name, value in case.items()}, method=method, return_logprobs=True
-    )
-    assert all(torch.equal(a.roll(2, dims=0), b) for a, b in zip(together, turned, strict=True))
-    alone = verify(**{name: value[3:4] for name, value in case.items()}, method=method, return_logprobs=True)
-    assert all(torch.equal(a[3:4], b) for a, b in zip(together, alone, strict=True))
+def test_the_largest_vocabulary(method: str, filtered: bool) -> None:
+    kind = None if filtered else 262_144
+    case = verify_case(generator(21), 1, 1, 262_144, kind, torch.bfloat16)
+    filters = dict(top_k=torch.tensor([50]), top_p=torch.tensor([0.9])) if filtered else {}
+    check_verify(case, **filters, method=method)
 
 
-def test_extreme_sizes() -> None:
-    """The largest vocabulary, and a thousand sequences."""
-    check_verify(verify_case(generator(21), 1, 1, 262_144, 262_144, torch.bfloat16))
-    check_verify(verify_case(generator(22), 1_024, 0, 5))
+@pytest.mark.parametrize("batch", [130, pytest.param(1_024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["full", "one-hot"])
+def test_many_sequences(kind: str, batch: int) -> None:
+    check_verify(verify_case(generator(22), batch, 1, 5, 5 if kind == "full" else None))
 
 
-def test_more_than_2_to_31_logits() -> None:
-    """Offsets are 64-bit. Of the 8 GB of address space only the pages of the rows are ever touched."""
-    vocab_size, stride = 3_000, 2**31
-    storage = torch.UntypedStorage(2 * (stride + 6 * vocab_size), device=DEVICE)
-    case = verify_case(generator(23), 2, 2, vocab_size, vocab_size, torch.bfloat16)
-    for name in ("target_logits", "draft_logits"):
-        buffer = torch.tensor([], dtype=torch.bfloat16, device=DEVICE).set_(storage)
-        far = buffer.as_strided(case[name].shape, (stride, vocab_size, 1), 0 if name == "target_logits" else 9_000)
-        case[name] = far.copy_(case[name])
+@pytest.mark.parametrize("dim", [0, 1], ids=["sequences", "rows"])
+def test_more_than_2_to_31_logits(dim: int) -> None:
+    """Offsets are 64-bit, of target and draft."""
+    case = verify_case(generator(23), 3, 2, 2_000, 2_000, torch.bfloat16)
+    case["target_logits"] = far_apart(case["target_logits"], dim)
+    if dim == 0:
+        case["draft_logits"] = far_apart(case["draft_logits"], dim)
     for method in METHODS:
         check_verify(case, method=method)
 
@@ -342,8 +380,7 @@ def test_equal_seeds_give_equal_samples(count: int) -> None:
     other_vocab=st.one_of(st.none(), st.integers(-3, 3)),  # larger or smaller by so much; None: one-hot drafts
     dtype=st.sampled_from(DTYPES),
     method=st.sampled_from(METHODS),
-    filtered=st.booleans(),
-    words=st.booleans(),
+    option=st.sampled_from(OPTIONS),
 )
 def test_any_shape(
     seed: int,
@@ -353,15 +390,12 @@ def test_any_shape(
     other_vocab: int | None,
     dtype: torch.dtype,
     method: str,
-    filtered: bool,
-    words: bool,
+    option: str,
 ) -> None:
     rng = generator(seed)
     draft_vocab = None if other_vocab is None else max(1, vocab_size + other_vocab)
     case = verify_case(rng, batch, num_drafts, vocab_size, draft_vocab, dtype)
-    options = random_filters(rng, batch, vocab_size) if filtered else {}
-    options |= random_words(rng, batch, vocab_size) if words else {}
-    check_verify(case, **options, method=method, return_logprobs=True)
+    check_verify(case, **random_options(option, rng, batch, vocab_size), method=method, return_logprobs=True)
 
 
 def to_device_case(case: Case) -> Case:
