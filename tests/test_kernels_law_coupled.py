@@ -1,7 +1,7 @@
 """`coupled` emits what the row would have sampled by itself, whatever was drafted, so its law is that of `sample`.
 
-The drafts only decide how much of that text one round emits. That `sample` has the right law is in
-test_kernels_law_sampled.py.
+The drafts only decide how much of that text one round emits. What `sample` adds its noise to has exactly the law of the
+target; that the noise is what it should be is in test_kernels_law_sampled.py and test_kernels_philox.py.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from chains import FILTERS, Chain, random_chain, rows
+from chains import FILTERS, Chain, law, random_chain, rows
 from torch import Tensor
 
 from engine.kernels import philox, reference
@@ -34,18 +34,67 @@ def assert_emits(text: list[int], drafts: Tensor, tokens: Tensor, num_accepted: 
     assert torch.equal(num_accepted.long(), agree) and torch.equal(tokens, expected)
 
 
+class Drawing:
+    """`reference` with the log weights captured to which it would add noise for each token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log_weights: list[Tensor] = []
+        monkeypatch.setattr(reference, "draw_by_token", self.capture)
+
+    def capture(self, log_weights: Tensor, seed: Tensor, *args: object) -> Tensor:
+        self.log_weights.append(log_weights)
+        return torch.zeros_like(seed)
+
+    def law(self) -> Tensor:
+        """Of all rows drawn so far: [rows, V]."""
+        drawn, self.log_weights = torch.cat(self.log_weights), []
+        return drawn.softmax(dim=-1)
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("kind", ["any", "zeros"])
+@pytest.mark.parametrize("vocab_size", [3, 4, 5])
+def test_what_is_drawn_from_has_the_law_of_the_target(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, kind: str, filters: str
+) -> None:
+    """The argmax of log p + Gumbel noise has the law p (Gumbel 1954): p is exact, in `sample` and in each row of `verify`."""
+    chain = random_chain(6, vocab_size, 2, kind, FILTERS[filters])
+    drafts = chain.drafts()
+    logits = chain.rows_of(chain.target, drafts)
+    where = dict(seed=drafts[:, 0], position=drafts[:, 1], **rows(chain.filters, len(drafts)))
+    expected = law(logits, chain.filters).flatten(0, 1)
+    drawing = Drawing(monkeypatch)
+    reference.sample(logits, **where)
+    assert (drawing.law() - expected).abs().max() < 1e-12
+    for column in range(3):
+        reference.sample(logits[:, column], **where)
+        assert (drawing.law() - expected.unflatten(0, (-1, 3))[:, column]).abs().max() < 1e-12
+    reference.verify(logits, drafts, **where, method="coupled")
+    assert (drawing.law() - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("wrong", [dict(temperature=0.61), dict(temperature=0.6, top_k=4)], ids=str)
+def test_another_law_is_caught(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, float]) -> None:
+    """Negative control."""
+    chain = random_chain(6, 5, 0, "any", FILTERS["temperature"])
+    drawing = Drawing(monkeypatch)
+    where = dict(seed=torch.zeros(1, dtype=torch.int64), position=torch.zeros(1, dtype=torch.int64))
+    reference.sample(chain.target[0][None], **rows(wrong, 1), **where)
+    assert (drawing.law() - law(chain.target[0], chain.filters)).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("filters", [*FILTERS, "greedy"])
 @pytest.mark.parametrize("kind", ["any", "zeros"])
-def test_every_draft_emits_the_text_of_plain_decoding(kind: str, filters: str) -> None:
+@pytest.mark.parametrize("vocab_size", [3, 4, 5])
+def test_every_draft_emits_the_text_of_plain_decoding(vocab_size: int, kind: str, filters: str) -> None:
     """All sequences of 3 drafts, of 2 with an end, of 1, and none; with logits of the drafter that are not looked at."""
-    chain = random_chain(
-        5, 4, 3, kind, {"temperature": 0.0} if filters == "greedy" else FILTERS[filters], draft_vocab=5
-    )
+    given = {"temperature": 0.0} if filters == "greedy" else FILTERS[filters]
+    chain = random_chain(5, vocab_size, 3, kind, given, draft_vocab=vocab_size + 1)
     tails = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=torch.bool)
     drafts = torch.cat([chain.drafts().masked_fill(tail, -1) for tail in tails]).unique(dim=0)
     batch = len(drafts)
     target = chain.rows_of(chain.target, drafts)
-    nothing = torch.full((batch, 3, 5), torch.nan, dtype=torch.float64)
+    nothing = torch.full((batch, 3, vocab_size + 1), torch.nan, dtype=torch.float64)
     for seed in SEEDS.tolist():
         where = dict(seed=torch.full((batch,), seed), position=torch.full((batch,), START))
         more = dict(where, **rows(chain.filters, batch), method="coupled")

@@ -329,12 +329,11 @@ def test_many_sequences(kind: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["sequences", "rows"])
-def test_more_than_2_to_31_logits(dim: int) -> None:
+@pytest.mark.parametrize("name", ["target_logits", "draft_logits"])
+def test_more_than_2_to_31_logits(name: str, dim: int) -> None:
     """Offsets are 64-bit, of target and draft."""
-    case = verify_case(generator(23), 3, 2, 2_000, 2_000, torch.bfloat16)
-    case["target_logits"] = far_apart(case["target_logits"], dim)
-    if dim == 0:
-        case["draft_logits"] = far_apart(case["draft_logits"], dim)
+    case = verify_case(generator(23), 3, 2 if name == "target_logits" else 3, 2_000, 2_000, torch.bfloat16)
+    case[name] = far_apart(case[name], dim)
     for method in METHODS:
         check_verify(case, method=method)
 
