@@ -5,18 +5,23 @@ other. At 16 tokens a shared stream shows plainly, at 4,096 it would not; those 
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from chains import Chain, Filters, g_test, law, random_chain, rows, target_law
+from kernel_cases import DEVICE
 from torch import Tensor
 
 from engine.kernels import ops, philox
 from engine.kernels.records import DRAW_BLOCK
 
 VOCAB, WIDE = 16, 4 * DRAW_BLOCK
-BATCH = {VOCAB: 10_000, WIDE: 50}  # what fits the processor's caches
+BATCH = {  # on a CPU, what fits its caches
+    "cpu": {VOCAB: 50_000, WIDE: 50},
+    "cuda": {VOCAB: 50_000, WIDE: 2_000},
+}
 METHODS = ("rejection", "block", "coupled")
 START = 20
 
@@ -24,8 +29,18 @@ START = 20
 def sampled_pairs(chain: Chain, method: str, count: int, one_hot: bool = False, drafted: bool = False) -> Tensor:
     """The first two tokens of `count` sequences that differ in their seed: [count, 2]. Those whose first round was one
     token short get it from a round of its own, with one draft or with none."""
-    size = BATCH[chain.target[0].shape[-1]]
-    return torch.cat([_Sequences(chain, method, one_hot, seed, size).pairs(drafted) for seed in range(0, count, size)])
+    device = chain.target[0].device.type
+    size = BATCH[device][chain.target[0].shape[-1]]
+
+    def pairs(first_seed: int) -> Tensor:
+        return _Sequences(chain, method, one_hot, first_seed, size).pairs(drafted).cpu()
+
+    seeds = range(0, count, size)
+    if device != "cpu":  # calls on one stream follow each other
+        return torch.cat([pairs(seed) for seed in seeds])
+    # Two threads, each with half of the batches: much of the work is numpy's, which has one thread.
+    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return torch.cat(list(pool.map(pairs, seeds)))
 
 
 class _Sequences:
@@ -33,10 +48,10 @@ class _Sequences:
 
     def __init__(self, chain: Chain, method: str, one_hot: bool, first_seed: int, count: int) -> None:
         self.chain, self.method, self.one_hot = chain, method, one_hot
-        self.seed = torch.arange(first_seed, first_seed + count) * 7919 + 3
+        self.seed = torch.arange(first_seed, first_seed + count, device=chain.target[0].device) * 7919 + 3
 
     def pairs(self, drafted: bool) -> Tensor:
-        drafts = torch.empty(len(self.seed), 0, dtype=torch.int64)
+        drafts = self.seed[:, None][:, :0]
         for i in range(self.chain.num_drafts):
             logits = self.chain.rows_of(self.chain.draft[: i + 1], drafts)[:, i]
             drafts = torch.cat([drafts, self.draft(logits, i, 0)], dim=1)
@@ -45,7 +60,7 @@ class _Sequences:
         short = tokens[:, 1] < 0
         self.seed = self.seed[short]
         row = self.chain.target[1][tokens[short, 0]][:, None]
-        drafts, draft = torch.empty(len(row), 0, dtype=torch.int64), None
+        drafts, draft = self.seed[:, None][:, :0], None
         if drafted:
             draft = self.chain.draft[1][tokens[short, 0]][:, None]
             drafts, row = self.draft(draft[:, 0], 1, 1), row.expand(-1, 2, -1)
@@ -68,23 +83,25 @@ class _Sequences:
 
     def where(self, position: int) -> dict[str, Tensor]:
         filters = rows(self.chain.filters, len(self.seed), torch.float32)
-        return dict(seed=self.seed, position=self.at(position), **filters)
+        on_device = {name: value.to(self.seed.device) for name, value in filters.items()}
+        return dict(seed=self.seed, position=self.at(position), **on_device)
 
 
 def p_value(chain: Chain, *args: Any, **more: Any) -> float:
     """Of the joint law of two tokens over VOCAB."""
     pairs = sampled_pairs(chain, *args, **more)
     joint = target_law(chain, 0)[:, None] * target_law(chain, 1)
-    return g_test(pairs[:, 0] * VOCAB + pairs[:, 1], joint.flatten())
+    return g_test(pairs[:, 0] * VOCAB + pairs[:, 1], joint.flatten().cpu())
 
 
-def sampled_chain(filters: Filters) -> Chain:
+def sampled_chain(filters: Filters, device: str = "cpu") -> Chain:
     """Two drafts; q is as far from p as random logits of scale 1 are."""
     p = random_chain(11, VOCAB, 1, "any", filters)
     q = random_chain(12, VOCAB, 1, "any", filters)
     third = p.target[1].expand(VOCAB, VOCAB, VOCAB)  # the row behind both drafts, whose token is not looked at
     scaled = [
-        [(logits * 0.7).float() for logits in tables] for tables in ([*p.target, third], [p.draft[0], q.target[1]])
+        [(logits * 0.7).float().to(device) for logits in tables]
+        for tables in ([*p.target, third], [p.draft[0], q.target[1]])
     ]
     return Chain(*scaled, filters)
 
@@ -101,8 +118,17 @@ def test_pairs_have_the_law_of_the_target(method: str, drafts: str, filters: Fil
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_four_million_pairs_have_the_law_of_the_target(method: str) -> None:
-    assert p_value(sampled_chain({}), method, 4_000_000) > 1e-3
+def test_ten_million_pairs_have_the_law_of_the_target(method: str) -> None:
+    assert p_value(sampled_chain({}), method, 10_000_000) > 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", SAMPLED_FILTERS, ids=["plain", "top-k", "top-k and top-p"])
+@pytest.mark.parametrize("drafts", ["full", "one-hot"])
+@pytest.mark.parametrize("method", METHODS)
+def test_ten_million_pairs_through_triton(method: str, drafts: str, filters: Filters) -> None:
+    count = 10_000_000 if drafts == "full" and not filters else 1_000_000
+    assert p_value(sampled_chain(filters, DEVICE), method, count, one_hot=drafts == "one-hot") > 1e-3
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -156,21 +182,21 @@ def test_the_wrong_q_is_caught_by_sampling_too(monkeypatch: pytest.MonkeyPatch, 
     assert p_value(sampled_chain({}), method, 50_000) < 1e-9
 
 
-def wide_chain() -> Chain:
+def wide_chain(device: str = "cpu") -> Chain:
     """Two drafts over 4 blocks of tokens, which all matter in the first row, while the second lacks one of them. Both
     rows have weight on token 0, whose noise a careless draw of the block would share."""
     blocks = torch.tensor([[0.3, 0.1, 0.4, 0.2], [0.3, 0.3, 0.0, 0.4], [0.2, 0.4, 0.1, 0.3], [0.3, 0.2, 0.3, 0.2]])
     logits = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(21))
     logits += blocks.log().repeat_interleave(DRAW_BLOCK, dim=1)
     logits[:2, 0] += 6
-    target, later, draft, later_draft = logits
+    target, later, draft, later_draft = logits.to(device)
     return Chain([target, later.expand(WIDE, -1), later.expand(WIDE, WIDE, -1)], [draft, later_draft.expand(WIDE, -1)])
 
 
-def wide_p_values(method: str, count: int) -> list[float]:
+def wide_p_values(method: str, count: int, device: str = "cpu") -> list[float]:
     """Of the first token, the second (in runs of 8 tokens where there are few samples) and both (in runs of 256)."""
-    chain = wide_chain()
-    first, second = law(chain.target[0], {}), law(chain.target[1][0], {})
+    chain = wide_chain(device)
+    first, second = law(chain.target[0], {}).cpu(), law(chain.target[1][0], {}).cpu()
     pairs = sampled_pairs(chain, method, count)
     run = 1 if count > 100_000 else 8
     singles = [g_test(pairs[:, i] // run, p.reshape(-1, run).sum(1)) for i, p in enumerate((first, second))]
@@ -180,10 +206,16 @@ def wide_p_values(method: str, count: int) -> list[float]:
     return [*singles, g_test(both[:, 0] * size + both[:, 1], torch.outer(*coarse).flatten())]
 
 
-@pytest.mark.parametrize("count", [6_000, pytest.param(350_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", METHODS)
 def test_draws_over_several_blocks_have_the_law_of_the_target(method: str, count: int) -> None:
     assert min(wide_p_values(method, count)) > 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_million_draws_over_several_blocks_through_triton(method: str) -> None:
+    assert min(wide_p_values(method, 1_000_000, DEVICE)) > 1e-3
 
 
 @pytest.mark.parametrize("wrong", ["q", "noise of the blocks"])
