@@ -25,8 +25,16 @@ def warmup(
 ) -> None:
     """Run every variant that such calls of `row_stats`, `sample` and `verify` can need, and reserve memory for graphs.
 
+    Covered are calls that give `temperature`, and with `filters` also those that give all of `top_k`, `top_p` and `min_p`
+    beside it (values that change nothing where one is not wanted). Logits are contiguous and begin on 16 bytes, as does
+    a batch or its first columns [:, :w] where V is a multiple of 16; a bias or a mask comes with such a V.
+
+    Not covered, and compiled when they first come, are calls without `temperature`, with one or two of the filters, with and
+    without a bias or a mask by turns (warm up for each), with one where V is no multiple of 16, and other layouts and dtypes.
+
     Batch size, number of drafts and where a batch begins in larger tensors do not matter to what is compiled, except
-    that there is one variant of `verify` for each power of two up to num_draft_tokens + 1.
+    that there is one variant of `verify` for each power of two up to num_draft_tokens + 1; more where V is
+    no multiple of 16, so that a sequence begins on 16 elements at some numbers of drafts only.
 
     Args:
         vocab_size: V of the target's logits.
@@ -35,7 +43,7 @@ def warmup(
         device: where they are; nothing is done where it is a CPU, unless ENGINE_KERNELS=triton.
         methods: those of `verify` that will be used.
         draft_vocab_size: V of the draft's logits; None: drafts are one-hot.
-        filters: temperature comes with top_k, top_p and min_p (each call: all three or none). False: with none of them.
+        filters: calls come with top_k, top_p and min_p too, and without (each call: all three or none).
         logit_bias, token_mask: whether [V] tensors of them are given.
         return_logprobs: whether log-probabilities are asked for.
 
@@ -57,13 +65,14 @@ def warmup(
         rows |= dict(top_k=whole, top_p=real, min_p=real) if filtered else {}
         for size in {vocab_size, draft_vocab_size or vocab_size}:
             words = _words(size, logit_bias, token_mask, device)
-            logits = torch.zeros(1, 1, size, dtype=dtype, device=device)
-            row_stats(logits, **rows, **words)
-            for origin, stream in ((None, philox.SAMPLE), (whole, philox.DRAFT)):
-                more: dict[str, Any] = dict(origin=origin, stream=stream, return_logprobs=return_logprobs)
-                sample(logits, **rows, **where, **words, **more)
+            for width in _widths(num_draft_tokens, size):
+                logits = torch.zeros(1, width, size, dtype=dtype, device=device)
+                row_stats(logits, **rows, **words)
+                for origin, stream in ((None, philox.SAMPLE), (whole, philox.DRAFT)):
+                    more: dict[str, Any] = dict(origin=origin, stream=stream, return_logprobs=return_logprobs)
+                    sample(logits, **rows, **where, **words, **more)
         words = _words(vocab_size, logit_bias, token_mask, device)
-        for width in [1 << i for i in range((num_draft_tokens).bit_length() + 1)]:
+        for width in _widths(num_draft_tokens, vocab_size, draft_vocab_size or vocab_size):
             logits = torch.zeros(1, width, vocab_size, dtype=dtype, device=device)
             drafts = torch.zeros(1, width - 1, dtype=torch.int64, device=device)
             draft = torch.zeros(1, width - 1, draft_vocab_size or 1, dtype=dtype, device=device)
@@ -71,6 +80,17 @@ def warmup(
                 for proposed in (None, draft) if draft_vocab_size else (None,):
                     more = dict(method=method, return_logprobs=return_logprobs)
                     verify(logits, drafts, proposed, **rows, **where, **words, **more)
+
+
+def _widths(num_draft_tokens: int, vocab_size: int, draft_vocab_size: int | None = None) -> list[int]:
+    """One of the widths up to K+1 for each variant: they differ in the power of two that holds them, and in whether the
+    logits of a sequence begin on 16 elements, by which the compiler chooses how it loads them."""
+
+    def variant(width: int) -> tuple[int, ...]:
+        aligned = width * vocab_size % 16, (width - 1) * (draft_vocab_size or 16) % 16
+        return (width - 1).bit_length(), *(rest == 0 for rest in aligned)
+
+    return list({variant(width): width for width in range(1, num_draft_tokens + 2)}.values())
 
 
 def _words(size: int, logit_bias: bool, token_mask: bool, device: torch.device) -> dict[str, Any]:
