@@ -1,9 +1,10 @@
 """Microbenchmarks of the kernels and of peers: `pytest bench --benchmark-only`.
 
 On a GPU the whole matrix runs; on CPU, where the torch backend is timed, a part of it that takes a few minutes (`--full`
-runs all). Every result is checked before it is timed. What pytest-benchmark's table cannot hold is in the JSON that
-`--benchmark-json` writes, under extra_info: p20 and p80, device and versions, and, measured in turns within one run,
-eager calls, CUDA graph replays, a plain copy of as many bytes (see bench/timing.py), or ours beside a peer.
+runs all). Every result is checked before it is timed. Behind pytest-benchmark's table is one of medians with p20 and p80
+(bench/conftest.py). What neither can hold is in the JSON that `--benchmark-json` writes, under extra_info: device and
+versions, and, measured in turns within one run, eager calls, CUDA graph replays, a plain copy of as many bytes (see
+bench/timing.py), or ours beside a peer.
 """
 
 import itertools
@@ -24,8 +25,8 @@ from bench.timing import Timing, use_all_cores
 BATCHES, DRAFTS, VOCAB_SIZES = (1, 8, 64, 256), (1, 4, 8), (32000, 49152, 128256, 151936)
 REDUCED = (1, 8), (4,), (49152, 151936)
 REDUCED_NAMES = (
-    "one-hot", "full", "block", "coupled", "greedy", "sample", "row_stats",
-    "full, top-k 50", "full, top-p 0.9", "sample, top-p 0.9",
+    "one-hot", "full", "block", "one-hot block", "coupled", "typical", "greedy", "sample", "row_stats",
+    "full, top-k 50", "full, top-p 0.9", "full, min-p 0.05", "sample, top-p 0.9",
 )  # fmt: skip
 
 

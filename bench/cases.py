@@ -18,10 +18,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one-hot": dict(method="rejection", full_draft=False),
     "full": dict(method="rejection", full_draft=True),
     "block": dict(method="block", full_draft=True),
+    "one-hot block": dict(method="block", full_draft=False),
     "coupled": dict(method="coupled", full_draft=False),
+    "typical": dict(method="typical", full_draft=False),
     "greedy": dict(method="rejection", full_draft=False, temperature=0.0),
 }
-FILTERS: dict[str, dict[str, Any]] = {"top-k 50": dict(top_k=50), "top-p 0.9": dict(top_p=0.9)}
+FILTERS: dict[str, dict[str, Any]] = {
+    "top-k 50": dict(top_k=50),
+    "top-p 0.9": dict(top_p=0.9),
+    "min-p 0.05": dict(min_p=0.05),
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Case:
     temperature: float = 0.7
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -97,6 +104,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
         rows["top_k"] = torch.full((batch,), case.top_k, device=device)
     if case.top_p < 1:
         rows["top_p"] = torch.full((batch,), case.top_p, device=device)
+    if case.min_p > 0:
+        rows["min_p"] = torch.full((batch,), case.min_p, device=device)
     draws = sample(draft, **rows, origin=rows["position"], stream=DRAFT)
     inputs = dict(rows, target_logits=target.to(case.dtype), draft_tokens=draws.tokens)
     if case.full_draft:
@@ -115,7 +124,7 @@ def our_call(case: Case, inputs: Inputs) -> Callable[[], Verdict | Draws | RowSt
     """The call of ours that a case stands for, with everything but the work itself done beforehand."""
     if case.op == "verify":
         return partial(verify, **inputs, method=case.method)
-    rows = {name: inputs[name] for name in ("temperature", "top_k", "top_p") if name in inputs}
+    rows = {name: inputs[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in inputs}
     if case.op == "row_stats":
         return partial(row_stats, inputs["target_logits"], **rows)
     return partial(sample, inputs["target_logits"][:, 0], **rows, seed=inputs["seed"], position=inputs["position"])

@@ -21,11 +21,13 @@ from stand_ins import fake_flashinfer, fake_vllm_fused, fake_vllm_v1, module
 
 from bench import end_to_end, gpu_report, timing
 from bench.cases import Case, all_cases, check_emitted, check_ours, make_inputs, our_call
+from bench.conftest import quantile_lines
 from bench.goals import GOALS, Results
 from bench.measure import Contest, Record, contest, ratio_to
 from bench.peers import PEERS, FlashInfer, Peer, Textbook, Transformers, VllmFused, VllmV1
 from bench.report import table
 from bench.timing import Contender, Timing, interleave
+from engine.kernels.ops import METHODS
 
 SMALL = Case(batch=3, num_drafts=4, vocab_size=1000)
 
@@ -87,6 +89,7 @@ def test_copies_are_twice_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (dict(full_draft=False), 5),
         (dict(method="coupled", full_draft=False), 5),
         (dict(method="block", full_draft=False), 5),
+        (dict(method="typical", full_draft=False), 5),
         (dict(), 7),
         (dict(method="block"), 13),
         (dict(temperature=0.0), 5),
@@ -104,6 +107,29 @@ def test_bytes_of_the_contract(change: dict[str, Any], rows: int) -> None:
 def test_every_case_gives_a_valid_result(name: str, case: Case) -> None:
     inputs = make_inputs(case, "cpu")
     check_ours(case, inputs, our_call(case, inputs)())
+
+
+def test_every_method_and_filter_has_a_case() -> None:
+    cases = all_cases(3, 4, 1000).values()
+    ways = {(case.method, case.full_draft) for case in cases if case.op == "verify" and case.temperature > 0}
+    with_drafts = {("rejection", True), ("block", True)}
+    assert ways == with_drafts | {(method, False) for method in METHODS}
+    for name, off in dict(top_k=0, top_p=1.0, min_p=0.0).items():
+        filtered = [case for case in cases if getattr(case, name) != off]
+        assert {case.op for case in filtered} == {"verify", "sample", "row_stats"}
+        assert all(name in make_inputs(case, "cpu") for case in filtered)
+
+
+def test_quantiles_are_printed() -> None:
+    def benchmark(name: str, **extra: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, extra_info=extra, stats=SimpleNamespace(median=2e-3))
+
+    shown = list(quantile_lines([benchmark("one", p20_us=1000.0, p80_us=3000.5), benchmark("without"), None]))
+    assert [line.split() for line in shown[1:]] == [
+        ["us", "per", "call", "p20", "median", "p80"],
+        ["one", "1,000.0", "2,000.0", "3,000.5"],
+    ]
+    assert list(quantile_lines([])) == []
 
 
 @pytest.mark.parametrize(

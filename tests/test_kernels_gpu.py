@@ -1,5 +1,6 @@
 """The kernels compiled and on a GPU, against the torch twin on the CPU: `pytest -m gpu`."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -8,6 +9,7 @@ from kernel_cases import (
     DTYPES,
     LAYOUTS,
     VOCABS,
+    assert_independent,
     assert_verdicts_equal,
     check_row_stats,
     check_sample,
@@ -25,7 +27,7 @@ from kernel_cases import (
 from torch import Tensor
 from triton import knobs
 
-from engine.kernels import ops, reference
+from engine.kernels import ops, reference, workspace
 from engine.kernels.warmup import warmup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
@@ -71,16 +73,17 @@ def test_filtered_rows_equal_the_twin(vocab_size: int, scale: float) -> None:
     check_sample(logits, temperatures(16), device="cuda", **filters, **random_rows(16, generator))
 
 
-def test_nothing_compiles_after_a_warm_up() -> None:
-    """Whatever batch and number of drafts come, with filters and without."""
-    warmup(32_000, 4, torch.bfloat16, "cuda", ops.METHODS, 32_000, filters=True)
+@pytest.mark.parametrize("vocab_size", [32_000, 50_264])
+def test_nothing_compiles_after_a_warm_up(vocab_size: int) -> None:
+    """Whatever batch and number of drafts come, with filters and without; also where rows begin on no multiple of 16."""
+    warmup(vocab_size, 4, torch.bfloat16, "cuda", ops.METHODS, vocab_size, filters=True)
     compiled: list[object] = []
     hook, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, lambda **kwargs: compiled.append(1)
     try:
-        for batch, num_drafts, method in product((1, 3, 16), (0, 1, 4), ops.METHODS):
+        for batch, num_drafts, method in product((1, 3, 16), (0, 1, 2, 3, 4), ops.METHODS):
             generator = torch.Generator().manual_seed(batch)
-            case = verify_case(generator, batch, num_drafts, 32_000, 32_000, torch.bfloat16)
-            for options in ({}, random_filters(generator, batch, 32_000)):
+            case = verify_case(generator, batch, num_drafts, vocab_size, vocab_size, torch.bfloat16)
+            for options in ({}, random_filters(generator, batch, vocab_size)):
                 case_on_gpu = {name: to_device(value, "cuda") for name, value in (case | options).items()}
                 ops.verify(**case_on_gpu, method=method)
     finally:
@@ -110,15 +113,19 @@ def test_dispatch_uses_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == ["triton"]
 
 
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
 @pytest.mark.parametrize("method", ops.METHODS)
 @pytest.mark.parametrize("num_drafts", [0, 4])
-def test_a_captured_graph_replays_on_new_inputs(num_drafts: int, method: str) -> None:
-    """No synchronisation and no allocation that depends on data: one graph serves every later round."""
-    warmup(32_000, num_drafts, torch.bfloat16, "cuda", (method,), 32_000)
-    cases = [
-        verify_case(torch.Generator().manual_seed(seed), 8, num_drafts, 32_000, 32_000, torch.bfloat16)
-        for seed in range(3)
-    ]
+def test_a_captured_graph_replays_on_new_inputs(num_drafts: int, method: str, filtered: bool) -> None:
+    """No synchronisation and no allocation that depends on data: one graph serves every later round, of NaN too."""
+    warmup(32_000, num_drafts, torch.bfloat16, "cuda", (method,), 32_000, filters=filtered)
+    reserved = workspace._reserved[torch.device("cuda", torch.cuda.current_device())]
+    cases = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        case = verify_case(generator, 8, num_drafts, 32_000, 32_000, torch.bfloat16)
+        cases.append(case | (random_filters(generator, 8, 32_000) if filtered else {}))
+    cases[2]["target_logits"][::2, 0, 7] = torch.nan
     static: dict[str, Tensor] = {name: value.cuda() for name, value in cases[0].items()}
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -134,11 +141,20 @@ def test_a_captured_graph_replays_on_new_inputs(num_drafts: int, method: str) ->
         graph.replay()
         torch.cuda.synchronize()
         assert_verdicts_equal(verdict, reference.verify(**case, method=method))
+        assert not reserved.any()  # the graph's counters are 0 again
 
 
-def test_neighbours_do_not_matter() -> None:
-    case = verify_case(torch.Generator().manual_seed(2), 64, 4, 50_257, 50_257, torch.bfloat16)
-    on_device = {name: to_device(value, "cuda") for name, value in case.items()}
-    together = ops.verify(**on_device)
-    alone = ops.verify(**{name: value[40:41] for name, value in on_device.items()})
-    assert all(torch.equal(a[40:41], b) for a, b in zip(together[:3], alone[:3], strict=True))
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
+@pytest.mark.parametrize("kind", ["full", "one-hot"])
+@pytest.mark.parametrize("method", ops.METHODS)
+def test_neighbours_do_not_matter(method: str, kind: str, filtered: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    case = verify_case(generator, 64, 4, 50_257, 50_257 if kind == "full" else None, torch.bfloat16)
+    case |= random_filters(generator, 64, 50_257) if filtered else {}
+    on_device = {name: to_device(value, "cuda") for name, value in case.items() if value is not None}
+    assert_independent(partial(ops.verify, method=method, return_logprobs=True), on_device)
+
+
+@pytest.mark.parametrize("kind", ["full", "one-hot"])
+def test_a_thousand_sequences(kind: str) -> None:
+    check_verify(verify_case(torch.Generator().manual_seed(3), 1_024, 4, 500, 500 if kind == "full" else None), "cuda")
