@@ -26,15 +26,15 @@ def warmup(
     """Run every variant that such calls of `row_stats`, `sample` and `verify` can need, and reserve memory for graphs.
 
     Covered are calls that give `temperature`, and with `filters` also those that give all of `top_k`, `top_p` and `min_p`
-    beside it (values that change nothing where one is not wanted). Logits are contiguous and begin on 16 bytes, as does
-    a batch or its first columns [:, :w] where V is a multiple of 16; a bias or a mask comes with such a V.
+    beside it (a value that changes nothing is a way to leave one out). Logits are contiguous and begin on 16 bytes, or are
+    the first rows or one row of each sequence of such a batch where V is a multiple of 16.
 
-    Not covered, and compiled when they first come, are calls without `temperature`, with one or two of the filters, with and
-    without a bias or a mask by turns (warm up for each), with one where V is no multiple of 16, and other layouts and dtypes.
+    Not covered, and compiled when they first come: calls without `temperature`; with one or two of the filters; without the
+    bias or the mask that is warmed up for; with a bias or a mask where V is no multiple of 16; other layouts and dtypes.
 
-    Batch size, number of drafts and where a batch begins in larger tensors do not matter to what is compiled, except
-    that there is one variant of `verify` for each power of two up to num_draft_tokens + 1; more where V is
-    no multiple of 16, so that a sequence begins on 16 elements at some numbers of drafts only.
+    Batch size, number of drafts and where a batch begins in larger tensors do not matter to what is compiled, except that
+    there is one variant of `verify` for each power of two up to num_draft_tokens + 1, and more where V is no multiple of 16:
+    a sequence of rows then begins on 16 elements at some numbers of drafts only.
 
     Args:
         vocab_size: V of the target's logits.
