@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS
 from training_cases import PROMPTS, log_of, options, write_target
 
@@ -351,6 +351,30 @@ def test_damaged_work_is_named(target: Path, whole: Path, tmp_path: Path) -> Non
     (out / "work" / "settings.json").write_text("[]")
     with pytest.raises(ValueError, match=r"settings.json must be the JSON object"):
         train_drafter(PROMPTS, out, options(target))
+
+
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize("part, size", [("training", 0), ("training", -100), ("validation", 1000)])
+def test_hidden_states_that_are_cut_off(part: str, size: int, target: Path, whole: Path, tmp_path: Path) -> None:
+    """Found before anything is learned; and made again when the file is gone, as the error says."""
+    out = copy_of(whole, tmp_path / "out", *TRAINING)
+    file = max((out / "work" / part).iterdir())
+    os.truncate(file, file.stat().st_size + size if size < 0 else size)
+    rule = rf"{part}/{file.name} must hold the hidden states of some texts: .*; without that file it is made anew"
+    with pytest.raises(ValueError, match=rule):
+        train_drafter(PROMPTS, out, options(target))
+    assert not (out / "work" / "log.jsonl").exists()
+    file.unlink()
+    train_drafter(PROMPTS, out, options(target))
+    assert_same(out, whole)
+
+
+def test_hidden_states_of_something_else(tmp_path: Path) -> None:
+    file = tmp_path / "hidden-00000.safetensors"
+    save_file({"tokens": torch.zeros(3)}, file)
+    for read in (hidden.read_texts, hidden.tokens_in):
+        with pytest.raises(ValueError, match=r"hidden-00000.safetensors must hold the hidden states of some texts: "):
+            read(file)
 
 
 @pytest.mark.usefixtures("no_plot")

@@ -7,11 +7,12 @@ A file holds some texts, one behind the other. For token t of the file: `tokens[
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -42,11 +43,14 @@ def keep_hidden_states(
         max_length: texts are cut to so many tokens.
 
     Raises:
+        ValueError: before any work, if a file that is there is damaged.
         OSError: before any work, if the disk has no room for them; or if one cannot be written. What is there stays.
     """
     groups = [answers[begin : begin + TEXTS_PER_FILE] for begin in range(0, len(answers), TEXTS_PER_FILE)]
     files = [folder / f"hidden-{index:05}.safetensors" for index in range(len(groups))]
     todo = [(file, group) for file, group in zip(files, groups, strict=True) if not file.exists()]
+    for file in set(files) - {file for file, _ in todo}:
+        tokens_in(file)
     tokens = [min(len(a.prompt_token_ids) + len(a.token_ids), max_length) for _, group in todo for a in group]
     width = len(layers) * model.config.get_text_config().hidden_size * model.dtype.itemsize
     needed, free = sum(tokens) * (width + 8), shutil.disk_usage(folder).free
@@ -96,12 +100,37 @@ def _write(file: Path, texts: Sequence[Text]) -> None:
         save_file(tensors, partial)
 
 
+def tokens_in(file: Path) -> int:
+    """Of all texts of a file.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    with _opened(file) as found:
+        return int(found.get_tensor("offsets")[-1])
+
+
 def read_texts(file: Path) -> list[Text]:
-    """All texts of a file."""
-    with safe_open(file, "pt") as found:
+    """All texts of a file.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    with _opened(file) as found:
         tokens, hidden = found.get_tensor("tokens"), found.get_tensor("hidden")
         offsets, prompts = found.get_tensor("offsets").tolist(), found.get_tensor("prompt_lengths").tolist()
     return [
         Text(tokens[begin:end], hidden[begin:end], prompt)
         for begin, end, prompt in zip(offsets, offsets[1:], prompts, strict=False)
     ]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, "pt") as found:
+            yield found
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} must hold the hidden states of some texts: {error}; without that file it is made anew"
+        ) from error

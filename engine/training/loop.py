@@ -15,13 +15,13 @@ from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import EngineError
 from .batches import Batch, batches
 from .files import replacing
+from .hidden import tokens_in
 
 WARMUP = 0.03  # share of the run in which the learning rate rises
 FINAL_RATE = 0.05  # of the highest learning rate, at the end
@@ -73,11 +73,11 @@ def train(
         The lines of the log.
 
     Raises:
-        ValueError: if the checkpoint is damaged, or of another module.
+        ValueError: if the checkpoint is damaged, or of another module; or a file of hidden states is damaged.
         EngineError: if the loss is no finite number any more.
         OSError: if a checkpoint cannot be written; the one before it stays.
     """
-    run = _Run(module, folder, schedule, total_tokens=schedule.epochs * sum(_tokens_in(file) for file in files))
+    run = _Run(module, folder, schedule, total_tokens=schedule.epochs * sum(tokens_in(file) for file in files))
     run.resume()
     with tqdm(total=run.total_tokens, initial=run.tokens, unit="token", unit_scale=True, desc="training") as bar:
         while run.epoch < schedule.epochs:
@@ -225,11 +225,6 @@ def learning_rate(progress: float) -> float:
 
 def _padded(table: Tensor, length: int) -> Tensor:
     return nn.functional.pad(table, (0, 0, 0, length - len(table)))
-
-
-def _tokens_in(file: Path) -> int:
-    with safe_open(file, "pt") as found:
-        return int(found.get_tensor("offsets")[-1])
 
 
 def _device_of(module: nn.Module) -> torch.device:
