@@ -79,9 +79,9 @@ def copy_of(whole: Path, out: Path, *without: str) -> Path:
     return out
 
 
-def with_options(whole: Path, out: Path, **changes: Any) -> Path:
+def with_options(whole: Path, out: Path, without: tuple[str, ...] = (), **changes: Any) -> Path:
     """Work before the training, under other options, on which it does not depend."""
-    copy_of(whole, out, *TRAINING)
+    copy_of(whole, out, *TRAINING, *without)
     settings = json.loads((whole / "work" / "settings.json").read_text())
     chosen = dataclasses.asdict(options(settings["target"], **changes))
     changed = {name: chosen.get(name, value) for name, value in settings.items()}
@@ -89,16 +89,21 @@ def with_options(whole: Path, out: Path, **changes: Any) -> Path:
     return out
 
 
+def files_of(out: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
 DRAFTER = ("model.safetensors", "config.json", "README.md", "training.png")
 TRAINING = (*DRAFTER, "checkpoint.pt", "log.jsonl")
 
 
 def assert_same(found: Path, expected: Path) -> None:
-    """The same answers, log and weights, and nothing left over."""
-    for name in ("work/answers.jsonl", "work/log.jsonl", "model.safetensors", "config.json", "README.md"):
-        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+    """The same files, and nothing left over; of checkpoints and plots the names alone."""
     names = [sorted(str(path.relative_to(root)) for path in root.rglob("*")) for root in (found, expected)]
     assert names[0] == names[1]
+    for file, content in files_of(expected).items():
+        name = file.relative_to(expected)
+        assert name.name in ("checkpoint.pt", "training.png") or (found / name).read_bytes() == content, name
 
 
 def texts_of(target: Path, drafter: Path | None) -> tuple[list[list[int]], engine.Engine]:
@@ -199,6 +204,33 @@ def test_a_run_that_was_stopped_goes_on(
 
 
 @pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize("method", ["medusa", "mlp", "draft-model"])
+def test_other_methods_go_on_too(
+    method: str, target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before its hidden states are all there, between two steps, at the end of an epoch, and while it is saved."""
+    chosen, out = options(target, method=method), tmp_path / "out"
+    without = ("training", "validation")
+    expected = train_drafter(PROMPTS, with_options(whole, tmp_path / "whole", without, method=method), chosen)
+    with_options(whole, out, without, method=method)
+    for owner, name, calls in (
+        (hidden, "save_file", 2),
+        (loop._Run, "step", 7),
+        (loop._Run, "end_epoch", 0),
+        (run, "_save", 0),
+    ):
+        undo = fail_after(monkeypatch, owner, name, calls)
+        with pytest.raises(Stop):
+            train_drafter(PROMPTS, out, chosen)
+        undo()
+        assert not list(out.glob("*.safetensors"))
+    (out / ".saving-killed").mkdir()  # as a kill leaves it
+    (out / ".saving-killed" / "model.safetensors").write_bytes(b"half a file")
+    train_drafter(PROMPTS, out, chosen)
+    assert_same(out, expected)
+
+
+@pytest.mark.usefixtures("no_plot")
 def test_work_between_two_checkpoints_is_done_again(
     target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +295,7 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_full_disk(room: int, without: tuple[str, ...], file: str, target: Path, whole: Path, tmp_path: Path) -> None:
     """A clear error; nothing that was there is gone; and the run goes on when there is room again."""
     out = copy_of(whole, tmp_path / "out", *without)
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    before = files_of(out)
     with (
         pytest.raises(OSError, match=rf"{file} could not be written: .*the same run goes on") as raised,
         largest_file(room),
@@ -314,10 +346,10 @@ def test_a_disk_that_is_full_when_a_drafter_is_saved(method: str, target: Path, 
         changes["num_layers"] = 2
     short, out = options(target, **changes), with_options(whole, tmp_path / "out", **changes)
     train_drafter(PROMPTS, out, short)
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    before = files_of(out)
     with pytest.raises(OSError, match=r"out could not be written: .*the same run goes on"), largest_file(5000):
         train_drafter(PROMPTS, out, short)
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert files_of(out) == before
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -554,41 +586,42 @@ def test_heads_that_cannot_be_started_from(target: Path, whole: Path, tmp_path: 
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_a_process_that_is_killed_goes_on(target: Path, tmp_path: Path) -> None:
+KILLS: dict[str, Callable[[Path], bool]] = {
+    "answers": lambda work: (work / "answers.jsonl").exists() and (work / "answers.jsonl").stat().st_size > 0,
+    "hidden states": lambda work: (work / "training" / "hidden-00000.safetensors").exists(),
+    "first steps": lambda work: (work / "checkpoint.pt").exists(),
+    "second epoch": lambda work: (work / "log.jsonl").exists() and '"validation"' in (work / "log.jsonl").read_text(),
+}
+
+
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize("kills", [("answers", "first steps"), pytest.param(tuple(KILLS), marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_goes_on(kills: tuple[str, ...], target: Path, whole: Path, tmp_path: Path) -> None:
     """SIGKILL while answers are written, while hidden states are, and at two points of the training."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"prompt number {number}\n" for number in range(100)))
-
-    def command(out: Path) -> list[str]:
-        words = f"train eagle3 --target {target} --prompts {prompts} --out {out} --batch-size 4 --max-new-tokens 12"
-        words += " --max-length 48 --num-steps 3 --epochs 2 --tokens-per-batch 160 --draft-vocab-size 100 --layers 1 --layers 2"
-        return [sys.executable, "-c", _EVERY_STEP, *words.split()]
-
-    def killed_when(ready: Callable[[], bool]) -> None:
-        process = subprocess.Popen(command(out), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while not ready():
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+    words = (
+        f"train eagle3 --target {target} --prompts {prompts} --out {out} --batch-size 4 --max-new-tokens 12 --epochs 2"
+    )
+    words += " --max-length 48 --num-steps 3 --tokens-per-batch 160 --draft-vocab-size 100 --validation-share 0.2"
+    command = [sys.executable, "-c", _EVERY_STEP, *words.split(), "--learning-rate", "0.005"]
+    for kill in kills:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not KILLS[kill](out / "work"):
             assert process.poll() is None, "the run ended before it could be killed"
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-
-    out, work = tmp_path / "out", tmp_path / "out" / "work"
-    killed_when(lambda: (work / "answers.jsonl").exists() and (work / "answers.jsonl").stat().st_size > 0)
-    assert 0 < len((work / "answers.jsonl").read_bytes().splitlines()) < 100
-    killed_when(lambda: (work / "training" / "hidden-00000.safetensors").exists())
-    killed_when(lambda: (work / "checkpoint.pt").exists())
-    killed_when(lambda: '"validation"' in (work / "log.jsonl").read_text())
-    for folder in (out, tmp_path / "whole"):
-        subprocess.run(command(folder), cwd=ROOT, check=True, capture_output=True)
-    assert_same(out, tmp_path / "whole")
+        assert not (out / "config.json").exists()
+    train_drafter(PROMPTS, out, options(target))
+    assert_same(out, whole)
 
 
 _EVERY_STEP = """
 import itertools, sys
 from engine.cli import main
 from engine.training import answers, hidden, loop
-answers._BATCHES_PER_GROUP, hidden.TEXTS_PER_FILE = 2, 16
+answers._BATCHES_PER_GROUP, hidden.TEXTS_PER_FILE = 2, 8
 loop._now = itertools.count(0, 1000).__next__
 sys.exit(main())
 """

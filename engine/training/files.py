@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 WORK = "work"
 SETTINGS = "settings.json"
+SAVING = ".saving-"  # how folders begin in which a drafter is put together
 
 
 @contextmanager
@@ -85,12 +87,14 @@ def check_out(out: Path, settings: Mapping[str, Any]) -> None:
 
 
 def begin(out: Path, settings: Mapping[str, Any]) -> Path:
-    """Make the work folder, with its settings, if it is not there yet."""
+    """Make the work folder, with its settings, if it is not there yet; remove what a kill left of a drafter's saving."""
     work = out / WORK
     try:
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"out must be a folder that can be made and written to, got {out}: {error}") from error
+    for folder in out.glob(f"{SAVING}*"):
+        shutil.rmtree(folder, ignore_errors=True)
     if not (work / SETTINGS).exists():
         with replacing(work / SETTINGS) as partial:
             partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ from .answers import Answer, answer_prompts
 from .card import card
 from .eagle3 import Eagle3Training, check_start
 from .eagle3_files import save_eagle3
-from .files import begin, check_out, no_room, replacing, settings_of
+from .files import SAVING, begin, check_out, no_room, replacing, settings_of
 from .hidden import keep_hidden_states
 from .loop import Schedule, train
 from .objectives import DraftModelTraining, MedusaTraining, MlpTraining
@@ -192,7 +192,7 @@ def _save(objective: Any, target: PreTrainedModel, tokenizer: Any, out: Path, op
     if isinstance(objective, Eagle3Training):
         save_eagle3(objective, out, options.target, type(target).__name__)
         return
-    with no_room(out), tempfile.TemporaryDirectory(prefix=".saving-", dir=out) as scratch:
+    with no_room(out), tempfile.TemporaryDirectory(prefix=SAVING, dir=out) as scratch:
         objective.save(Path(scratch))
         if isinstance(objective, DraftModelTraining) and tokenizer is not None:
             tokenizer.save_pretrained(scratch)
