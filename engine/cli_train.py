@@ -65,8 +65,8 @@ def train(
         _option(
             "--layers",
             "eagle3: hidden states that it reads, from 0, the embeddings, to the number of layers, what the target's head reads; "
-            "give the option once for each.",
-            show_default="four, evenly spread",
+            "give the option once for each. Other servers take three, the last of them not among them.",
+            show_default="the three of EAGLE-3",
         ),
     ] = None,
     start_from: Annotated[
@@ -78,7 +78,11 @@ def train(
         ),
     ] = None,
     freeze_head: Annotated[
-        bool, _option("--freeze-head/--no-freeze-head", "eagle3: the output matrix stays the target's; not saved then.")
+        bool,
+        _option(
+            "--freeze-head/--no-freeze-head",
+            "eagle3: the output matrix stays the target's; not saved then, which this engine alone reads.",
+        ),
     ] = _DEFAULT.freeze_head,
     num_steps: Annotated[
         int, _option("--num-steps", "eagle3, medusa, mlp: drafts in a chain while training.")

@@ -23,6 +23,7 @@ from training_cases import PROMPTS, log_of, options, write_target
 
 import engine
 from engine.training import answers, hidden, loop, run
+from engine.training.eagle3_files import for_this_engine_alone
 from engine.training.options import TrainingOptions
 from engine.training.run import train_drafter
 
@@ -132,6 +133,8 @@ def test_a_run_from_prompts_to_a_drafter(name: str, target: Path, whole: Path, t
     assert f"method: {METHODS[name].get('method', 'eagle3')}" in card and "228 to learn from, 60 held back" in card
     assert "`python -m engine generate --chat --target TARGET" in card
     assert ("freeze_head" in card) == name.startswith("eagle3")
+    assert ("but for this engine alone" in card) == name.startswith("eagle3")  # two layers are too few for others
+    assert ("is the target's and not in the file." in card) == (name == "eagle3-frozen")
 
 
 SOON = [("gpt2", "eagle3"), ("gemma3_text", "eagle3"), ("gpt2", "draft-model")]
@@ -156,6 +159,73 @@ def test_architectures(name: str, method: str, tmp_path: Path) -> None:
     drafted, llm = texts_of(target, out)
     assert llm.stats.draft_tokens > 10
     assert drafted == texts_of(target, None)[0]
+
+
+# The state dict of `Eagle3DraftModel` in speculators 0.9, and of vLLM's llama_eagle3.py with q, k, v and gate, up apart: a layer
+# of a llama of hidden size 32, 4 heads and 2 of keys of size 8, an MLP of 48; three hidden states; 100 of 258 tokens. Of its
+# tensors, `embed_tokens.weight` is taken from the target where it is missing, `verifier_*` always.
+SPECULATORS_EAGLE3 = {
+    "fc.weight": ("bfloat16", 32, 3 * 32),
+    "layers.0.hidden_norm.weight": ("bfloat16", 32),
+    "layers.0.input_layernorm.weight": ("bfloat16", 32),
+    "layers.0.self_attn.q_proj.weight": ("bfloat16", 4 * 8, 2 * 32),
+    "layers.0.self_attn.k_proj.weight": ("bfloat16", 2 * 8, 2 * 32),
+    "layers.0.self_attn.v_proj.weight": ("bfloat16", 2 * 8, 2 * 32),
+    "layers.0.self_attn.o_proj.weight": ("bfloat16", 32, 4 * 8),
+    "layers.0.post_attention_layernorm.weight": ("bfloat16", 32),
+    "layers.0.mlp.gate_proj.weight": ("bfloat16", 48, 32),
+    "layers.0.mlp.up_proj.weight": ("bfloat16", 48, 32),
+    "layers.0.mlp.down_proj.weight": ("bfloat16", 32, 48),
+    "norm.weight": ("bfloat16", 32),
+    "lm_head.weight": ("bfloat16", 100, 32),
+    "d2t": ("int64", 100),
+    "t2d": ("bool", 258),
+}
+# What its config reads, and vLLM's for it; beside "transformer_layer_config", that of a llama.
+SPECULATORS_CONFIG = {
+    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 100,
+    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+    "target_hidden_size": 32, "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_what_other_servers_load_is_what_is_trained_by_default(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", num_hidden_layers=7)
+    out = train_drafter(PROMPTS[:12], tmp_path / "out", options(target, epochs=1))
+    stored = load_file(out / "model.safetensors")
+    found = {name: (str(value.dtype).removeprefix("torch."), *value.shape) for name, value in stored.items()}
+    assert found == SPECULATORS_EAGLE3
+    ids = torch.arange(100) + stored["d2t"]
+    assert torch.equal(stored["t2d"].nonzero()[:, 0], ids) and torch.equal(ids, ids.unique())
+    config = json.loads((out / "config.json").read_text())
+    assert {name: config[name] for name in SPECULATORS_CONFIG} == SPECULATORS_CONFIG
+    assert config["transformer_layer_config"].items() >= {
+        "model_type": "llama", "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 48, "attention_bias": False, "mlp_bias": False,
+    }.items()  # fmt: skip
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": str(target),
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert "vLLM, load it as it is." in (out / "README.md").read_text()
+    drafted, llm = texts_of(target, out)
+    assert llm.drafter.layers == (2, 3, 4)
+    assert drafted == texts_of(target, None)[0]
+
+
+def test_who_loads_a_head() -> None:
+    assert [run.layers_to_read(count) for count in (30, 7, 6, 3, 2, 1)] == [
+        (2, 15, 27), (2, 3, 4), (3, 4, 5), (0, 1, 2), (0, 1, 2), (0, 1),
+    ]  # fmt: skip
+    assert for_this_engine_alone((2, 15, 27), 30, False) == []
+    assert for_this_engine_alone((8, 16, 24, 30), 30, True) == [
+        "it reads 4 hidden states and not 3",
+        "it reads what the target's head reads, behind the last norm, where others have what is before it",
+        "its output matrix is the target's and not in the file",
+    ]
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: int) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from ..model import RaggedModel
 from ..packing import pack_linears
 from ..state import BatchState, Proposal, Verdict
 from .eagle_files import build
-from .eagle_model import EagleModel
+from .eagle_model import EagleModel, usual_layers
 from .head_files import HeadFiles, read_head
 from .proposals import confidence, nothing, side_by_side
 
@@ -84,7 +84,7 @@ class EagleDrafter:
             ValueError: if the head was made for a target of another size.
         """
         config, count = self.model.config, target.config.num_hidden_layers
-        usual = (2, count // 2, count - 3) if config.eagle == 3 else (count,)
+        usual = usual_layers(count) if config.eagle == 3 else (count,)
         layers = self.layers or usual
         if max(layers) > count or min(layers) < 0:
             raise ValueError(f"{self._source} reads hidden states {list(layers)}, but the target has {count} layers")

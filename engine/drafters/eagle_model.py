@@ -176,6 +176,11 @@ class EagleModel(PreTrainedModel):
         return logits
 
 
+def usual_layers(num_layers: int) -> tuple[int, ...]:
+    """The hidden states that EAGLE-3 reads of a target with so many layers, where a checkpoint names no others."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
 def eagle_config(layer_config: Any, **attributes: Any) -> Any:
     """A copy of a llama or qwen3 config with what `EagleModel` needs beside it."""
     config = copy.deepcopy(layer_config)

@@ -1,6 +1,13 @@
-"""An EAGLE-3 head as a checkpoint in the speculators format, which other servers read too."""
+"""An EAGLE-3 head as a checkpoint in the speculators format.
+
+Others that read the format (the speculators package 0.9, vLLM) load a head with three hidden states, taken between the
+target's layers, and with its output matrix in the file. That is what is trained by default; `for_this_engine_alone` tells
+others apart. `embed_tokens.weight` is never in the file: everyone takes it from the target. SGLang does not read the format
+but the EAGLE repository's, with `midlayer.` for `layers.0.` and the layer's sizes beside the other keys of the config.
+"""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +16,9 @@ from safetensors.torch import save_file
 from .eagle3 import Eagle3Training
 from .files import replacing
 
+NUM_LAYERS = (
+    3  # hidden states that others fuse: `fc` in vLLM's and SGLang's llama_eagle3.py has 3 * hidden_size columns
+)
 _KEPT = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "attention_bias", "mlp_bias",
@@ -19,7 +29,7 @@ def save_eagle3(training: Eagle3Training, folder: Path, target: str, architectur
     """Write config.json and model.safetensors, each under another name first.
 
     With a frozen head, `lm_head.weight` is left out: it is the target's rows of the ids in `d2t`, where `EagleDrafter` takes
-    it from. Other servers want it in the file.
+    it from.
 
     Args:
         target: what it is a drafter for.
@@ -33,6 +43,20 @@ def save_eagle3(training: Eagle3Training, folder: Path, target: str, architectur
         save_file(training.tensors(), partial, metadata={"format": "pt"})
     with replacing(folder / "config.json") as partial:
         partial.write_text(json.dumps(config(training, target, architecture), indent=2) + "\n", encoding="utf-8")
+
+
+def for_this_engine_alone(layers: Sequence[int], num_target_layers: int, freeze_head: bool) -> list[str]:
+    """Why others do not load such a head; empty: they do."""
+    reasons = []
+    if len(layers) != NUM_LAYERS:
+        reasons.append(f"it reads {len(layers)} hidden states and not {NUM_LAYERS}")
+    if num_target_layers in layers:
+        reasons.append(
+            "it reads what the target's head reads, behind the last norm, where others have what is before it"
+        )
+    if freeze_head:
+        reasons.append("its output matrix is the target's and not in the file")
+    return reasons
 
 
 def config(training: Eagle3Training, target: str, architecture: str) -> dict[str, Any]:

@@ -33,11 +33,12 @@ class TrainingOptions:
         batch_size: prompts that are answered together.
         validation_share: of the prompts, the last ones; nothing is learned from them. At least one, and not all.
         draft_vocab_size: eagle3: so many of the answers' most frequent tokens can be drafted.
-        layers: eagle3: the hidden states it reads (see `HiddenStates`); empty: a quarter, half and three quarters of the way
-            and what the target's head reads.
+        layers: eagle3: the hidden states it reads (see `HiddenStates`); empty: the three of EAGLE-3, which other servers take:
+            2, half of the layers, all but 3. Any others that are not three, or what the target's head reads among them, make a
+            head for this engine alone.
         start_from: eagle3: folder or hub id of a head, or the name of a packaged one, to begin with instead of new weights; its
             `layers` are read, and its draft vocabulary is kept where it has an output matrix of its own.
-        freeze_head: eagle3: the output matrix stays that of the target, and is not saved.
+        freeze_head: eagle3: the output matrix stays that of the target, and is not saved; for this engine alone.
         num_steps: eagle3, medusa, mlp: drafts in a chain while training; for medusa and mlp the longest draft ever.
         num_layers: draft-model: of the target's.
         learn_prompts: what follows in the prompts is learned too: much more to learn from in the same time, where prompts read

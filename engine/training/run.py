@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from .. import load
 from ..config import check_int
 from ..drafters.eagle import EagleDrafter
+from ..drafters.eagle_model import usual_layers
 from ..drafters.named import named
 from ..engine import Engine
 from ..prompts import encode
@@ -69,6 +70,9 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         options.target, None, exact=False, max_batch_size=options.batch_size, dtype=options.dtype, device=options.device
     )
     target, tokenizer = llm.target_model, llm.tokenizer
+    num_layers: int = target.config.get_text_config().num_hidden_layers
+    if options.method == "eagle3" and not options.layers:
+        options = replace(options, layers=layers_to_read(num_layers))
     layers = _layers(target, options)
     if start is not None:
         check_start(start.model, target)
@@ -86,7 +90,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         with no_room(work / name):
             (work / name).mkdir(exist_ok=True)
         states[name] = keep_hidden_states(target, part, layers, work / name, limit)
-    objective = _objective(target, parts["training"], layers, options, start)
+    objective = _objective(target, parts["training"], options, start)
     schedule = Schedule(
         epochs=options.epochs,
         learning_rate=options.learning_rate,
@@ -98,7 +102,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     _save(objective, target, tokenizer, out, options)
     plot_training(log, out / "training.png")
     with replacing(out / "README.md") as partial:
-        partial.write_text(card(options, parts, log), encoding="utf-8")
+        partial.write_text(card(options, parts, log, num_layers), encoding="utf-8")
     return out
 
 
@@ -126,10 +130,17 @@ def _layers(target: PreTrainedModel, options: TrainingOptions) -> tuple[int, ...
         )
     if options.method != "eagle3":
         return (count,)
-    layers = options.layers or tuple(dict.fromkeys(round(count * part / 4) for part in (1, 2, 3, 4)))
+    layers = options.layers
     if max(layers) > count:
         raise ValueError(f"layers must be in [0, {count}], as the target has {count} layers, got {list(layers)}")
     return layers if layers[-1] == count else (*layers, count)
+
+
+def layers_to_read(count: int) -> tuple[int, ...]:
+    """The hidden states of a target of so many layers that an EAGLE-3 head reads, unless told otherwise: three."""
+    if count >= 7:  # with fewer, two are the same one
+        return usual_layers(count)
+    return tuple(range(count - 3, count) if count >= 3 else range(count + 1))
 
 
 def _head_to_start_from(options: TrainingOptions) -> EagleDrafter:
@@ -153,7 +164,6 @@ def _head_to_start_from(options: TrainingOptions) -> EagleDrafter:
 def _objective(
     target: PreTrainedModel,
     answers: Sequence[Answer],
-    layers: tuple[int, ...],
     options: TrainingOptions,
     start: EagleDrafter | None,
 ) -> torch.nn.Module:
@@ -171,8 +181,7 @@ def _objective(
             ids = frequent_tokens(answers, vocab_size(target), options.draft_vocab_size)
         else:
             ids = start.model.target_ids
-        read = options.layers or layers
-        made = Eagle3Training(target, read, ids, options.num_steps, freeze_head=options.freeze_head)
+        made = Eagle3Training(target, options.layers, ids, options.num_steps, freeze_head=options.freeze_head)
         if start is not None:
             made.start_from(start.model)
     return made.to(target.device)
