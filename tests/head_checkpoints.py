@@ -24,7 +24,7 @@ import engine
 
 HIDDEN = 32
 LAW_VOCAB = 6
-LAW_PROMPT = [3, 5, 1, 3, 4]
+LAW_PROMPTS = ([3, 5, 1, 3, 4], [4, 1, 4])  # side by side in every batch
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -124,6 +124,18 @@ def check_greedy_drafts(
     assert seen > 30
 
 
+def check_coupled_text(target: PreTrainedModel, drafter: engine.Drafter) -> None:
+    """Sampled with the same seeds, it is that of plain decoding, though some drafts stand and some do not."""
+    prompts = random_prompts(6)
+    params = [engine.SamplingParams(temperature=0.4 * i, top_p=0.95, seed=i, max_new_tokens=18) for i in range(6)]
+    texts = []
+    for which in (None, drafter):
+        llm = engine.load(target, which, 3, verification="coupled", max_batch_size=4)
+        texts.append([output.token_ids for output in llm.generate(prompts, params)])
+    assert texts[0] == texts[1]
+    assert 0 < llm.stats.accepted_tokens < llm.stats.draft_tokens
+
+
 def law_target() -> PreTrainedModel:
     """A target of few tokens, none of which holds most of the mass."""
     target = tiny("llama", seed=4, dtype=torch.float32, vocab_size=LAW_VOCAB, num_hidden_layers=1)
@@ -132,18 +144,18 @@ def law_target() -> PreTrainedModel:
     return target
 
 
-def law_of_three(target: PreTrainedModel, setting: dict[str, Any]) -> dict[Any, float]:
-    """Probability of every three-token continuation of LAW_PROMPT, by transformers' own warpers."""
+def law_of_three(target: PreTrainedModel, setting: dict[str, Any], prompt: list[int]) -> dict[Any, float]:
+    """Probability of every three-token continuation, by transformers' own warpers."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(setting["temperature"])])
     if "top_k" in setting:
         warpers += [TopKLogitsWarper(setting["top_k"]), TopPLogitsWarper(setting["top_p"])]
     outcomes = list(itertools.product(range(LAW_VOCAB), repeat=3))
-    texts = torch.tensor([[*LAW_PROMPT, *outcome] for outcome in outcomes])
+    texts = torch.tensor([[*prompt, *outcome] for outcome in outcomes])
     with torch.no_grad():
         logits = target(texts).logits.double()
     law = torch.ones(len(outcomes), dtype=torch.float64)
     for place in range(3):
-        at = len(LAW_PROMPT) - 1 + place
+        at = len(prompt) - 1 + place
         law *= warpers(texts, logits[:, at]).softmax(-1).gather(1, texts[:, at + 1, None])[:, 0]
     return dict(zip(outcomes, law.tolist(), strict=True))
 
@@ -181,10 +193,13 @@ def lying(drafter: engine.Drafter) -> engine.Drafter:
 def check_law(
     target: PreTrainedModel, drafter: engine.Drafter, verification: str, setting: dict[str, Any], count: int
 ) -> float:
-    """p-value of `count` sampled continuations of three tokens, for which a first round drafts two."""
+    """Smaller p-value of two prompts' sampled continuations of three tokens, for which a first round drafts two."""
     llm = engine.load(target, drafter, num_draft_tokens=2, max_batch_size=4096, verification=verification)
     params = [engine.SamplingParams(**setting, seed=seed, max_new_tokens=3, ignore_eos=True) for seed in range(count)]
-    counts: Counter[Any] = Counter(tuple(o.token_ids) for o in llm.generate([LAW_PROMPT] * count, params))
+    outputs = llm.generate([LAW_PROMPTS[seed % 2] for seed in range(count)], params)
     first, second = llm.stats.acceptance_per_position
     assert 0.05 < first < 0.97 and 0.02 < second < 0.97, "neither acceptance nor rejection is tested"
-    return g_test(counts, law_of_three(target, setting))
+    return min(
+        g_test(Counter(tuple(output.token_ids) for output in outputs[place::2]), law_of_three(target, setting, prompt))  # type: ignore[misc]
+        for place, prompt in enumerate(LAW_PROMPTS)
+    )

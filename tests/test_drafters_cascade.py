@@ -298,7 +298,7 @@ def p_values(llm: engine.Engine, target: PreTrainedModel, setting: dict[str, Any
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=["t1.0", "t0.7-k5-p0.95"])
-@pytest.mark.parametrize("verification", ["rejection", "block", pytest.param("coupled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
 @pytest.mark.parametrize("blind", [False, pytest.param(True, marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("count", [6_000, pytest.param(200_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [engine.DraftModel, Stepping])

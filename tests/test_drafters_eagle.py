@@ -334,7 +334,8 @@ def law_drafter(folder: Path, eagle_version: int, **options: Any) -> EagleDrafte
 
 PLAIN, FILTERED = dict(temperature=1.0), dict(temperature=0.7, top_k=5, top_p=0.9)
 LAWS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
-    (3, "rejection", PLAIN, {}), (3, "block", FILTERED, {}), (1, "coupled", PLAIN, {}),
+    (3, "rejection", PLAIN, {}), (3, "block", FILTERED, {}), (3, "coupled", PLAIN, {}), (3, "rejection", PLAIN, {"greedy": True}),
+    (1, "rejection", FILTERED, {}), (1, "block", PLAIN, {}), (1, "coupled", PLAIN, {}),
 ]  # fmt: skip
 EVERY_LAW = itertools.product((3, 1), ("rejection", "block", "coupled"), (PLAIN, FILTERED), ({}, {"greedy": True}))
 
@@ -354,11 +355,18 @@ def test_sampling_law(
     assert check_law(target, drafter, verification, setting, count) > 1e-3
 
 
-@pytest.mark.parametrize("verification", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
-def test_a_wrong_law_is_caught(tmp_path: Path, verification: str) -> None:
+@pytest.mark.parametrize(
+    ("eagle_version", "verification"),
+    [
+        (3, "rejection"),
+        (1, "block"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "block"), (1, "rejection"))),
+    ],
+)
+def test_a_wrong_law_is_caught(tmp_path: Path, eagle_version: int, verification: str) -> None:
     """The same test, for a drafter that lies about its second draft's distribution."""
     target = law_target()
-    assert check_law(target, lying(law_drafter(tmp_path, 3)), verification, PLAIN, 16_000) < 1e-4
+    assert check_law(target, lying(law_drafter(tmp_path, eagle_version)), verification, PLAIN, 16_000) < 1e-4
 
 
 def test_coupled_text_is_the_seeds_alone(small: PreTrainedModel, good: Any) -> None:
@@ -481,13 +489,19 @@ def test_a_cascade_by_name(
 
 
 @pytest.mark.parametrize(
-    ("verification", "count"),
-    [pytest.param(v, 200_000, marks=pytest.mark.slow) for v in ("rejection", "block", "coupled")],
+    ("verification", "setting", "count"),
+    [
+        ("rejection", PLAIN, 8_000),
+        ("block", PLAIN, 8_000),
+        ("coupled", PLAIN, 8_000),
+        *(pytest.param(v, PLAIN, 200_000, marks=pytest.mark.slow) for v in ("rejection", "block", "coupled")),
+    ],
 )
-def test_law_of_a_cascade(tmp_path: Path, verification: str, count: int) -> None:
+def test_law_of_a_cascade(tmp_path: Path, verification: str, setting: dict[str, Any], count: int) -> None:
+    """Of n-grams and EAGLE-3, as the demo drafts: one prompt has an n-gram for the first draft, the other often for the second."""
     target = law_target()
     whole = CascadeDrafter(engine.NGramDrafter(min_ngram=1), law_drafter(tmp_path, 3))
-    assert check_law(target, whole, verification, PLAIN, count) > 1e-3
+    assert check_law(target, whole, verification, setting, count) > 1e-3
 
 
 # Checkpoints that are wrong.

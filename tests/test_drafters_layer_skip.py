@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_graphs import with_graphs
-from test_sampling_law import SETTINGS, VOCAB, g_test, law, sample
+from test_sampling_law import RULES, SETTINGS, VOCAB, p_value
 from tiny_models import CONFIGS, CONTEXT, EAGER_ONLY, GROUPED_EXPERTS, WINDOW, greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 
@@ -229,25 +229,34 @@ def flat_target() -> PreTrainedModel:
 
 
 COUNT = 10_000
+EXIT, SET = dict(exit_layer=1), dict(layers=(1, 2))
 WHOLE = [
-    (rule, greedy_drafts, setting, 200_000)
-    for rule in ("rejection", "block", "coupled")
+    (rule, which | dict(greedy=greedy_drafts), setting, 200_000)
+    for rule in RULES
+    for which in (EXIT, SET)
     for greedy_drafts in (False, True)
     for setting in range(len(SETTINGS))
 ]
 
 
 @pytest.mark.parametrize(
-    ("verification", "greedy_drafts", "setting", "count"),
-    [("rejection", False, 0, COUNT), ("rejection", True, 1, COUNT), *sampled(WHOLE, lambda case: False)],
+    ("verification", "which", "setting", "count"),
+    [
+        ("rejection", EXIT, 0, COUNT),
+        ("block", EXIT, 1, COUNT),
+        ("coupled", EXIT, 0, COUNT),
+        ("rejection", EXIT | dict(greedy=True), 1, COUNT),
+        ("rejection", SET, 1, COUNT),
+        ("block", SET, 0, COUNT),
+        *sampled(WHOLE, lambda case: False),
+    ],
 )
-def test_law_of_samples(verification: str, greedy_drafts: bool, setting: int, count: int) -> None:
-    drafter = LayerSkipDrafter(exit_layer=1, greedy=greedy_drafts)
+def test_law_of_samples(verification: str, which: dict[str, Any], setting: int, count: int) -> None:
+    drafter = LayerSkipDrafter(**which)
     options: dict[str, Any] = dict(num_draft_tokens=2, max_batch_size=4096, verification=verification)
     llm = engine.load(flat_target(), drafter=drafter, **options)
-    p_value = g_test(sample(llm, SETTINGS[setting], count), law(flat_target(), SETTINGS[setting]))
+    assert p_value(llm, flat_target(), SETTINGS[setting], count) > 1e-3
     assert 0.05 < llm.stats.acceptance_rate < 0.95, "neither acceptance nor rejection is tested"
-    assert p_value > 1e-3
 
 
 def test_a_wrong_law_is_caught() -> None:
@@ -258,7 +267,7 @@ def test_a_wrong_law_is_caught() -> None:
             return proposal._replace(logits=proposal.logits * 0.5, stats=None)
 
     llm = engine.load(flat_target(), drafter=Lying(exit_layer=1), num_draft_tokens=2, max_batch_size=4096)
-    assert g_test(sample(llm, SETTINGS[0], COUNT), law(flat_target(), SETTINGS[0])) < 1e-6
+    assert p_value(llm, flat_target(), SETTINGS[0], COUNT) < 1e-6
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

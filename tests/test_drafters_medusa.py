@@ -11,6 +11,7 @@ from head_checkpoints import (
     HIDDEN,
     LAW_CASES,
     LAW_VOCAB,
+    check_coupled_text,
     check_greedy_drafts,
     check_law,
     fitted,
@@ -161,6 +162,11 @@ def test_greedy_text(target: PreTrainedModel, good_heads: Path, num_draft_tokens
         assert output.token_ids == greedy(target, prompt, 16)
     if num_draft_tokens != "auto":
         assert 0.1 < llm.stats.acceptance_rate < 1
+
+
+@pytest.mark.parametrize("options", [{}, {"greedy": True}])
+def test_coupled_text_is_plain_text(target: PreTrainedModel, good_heads: Path, options: dict[str, Any]) -> None:
+    check_coupled_text(target, MedusaDrafter.from_pretrained(good_heads, **options))
 
 
 def test_prompts_of_one_token_and_no_tokens(target: PreTrainedModel, tmp_path: Path) -> None:

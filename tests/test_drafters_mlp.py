@@ -11,6 +11,7 @@ from head_checkpoints import (
     HIDDEN,
     LAW_CASES,
     LAW_VOCAB,
+    check_coupled_text,
     check_greedy_drafts,
     check_law,
     fitted,
@@ -116,6 +117,11 @@ def test_greedy_text(target: PreTrainedModel, good_speculator: Path, num_draft_t
         assert output.token_ids == greedy(target, prompt, 16)
     if num_draft_tokens != "auto":
         assert 0.3 < llm.stats.acceptance_rate < 1
+
+
+@pytest.mark.parametrize("options", [{}, {"greedy": True}])
+def test_coupled_text_is_plain_text(target: PreTrainedModel, good_speculator: Path, options: dict[str, Any]) -> None:
+    check_coupled_text(target, MlpSpeculatorDrafter.from_pretrained(good_speculator, **options))
 
 
 def test_drafting_ends_where_nothing_is_likely(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_sampling_law import PROMPT, SETTINGS, g_test, law, sample, target  # noqa: F401  # a fixture
+from test_sampling_law import PROMPT, SETTINGS, every_rule, g_test, law, p_value, target  # noqa: F401  # a fixture
 from tiny_models import greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 
@@ -256,26 +256,17 @@ def test_after_a_call_that_was_left_early(target: PreTrainedModel) -> None:  # n
     assert llm.generate([[5, 6, 7]] * 5, params)[4].token_ids == expected
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=["t1.0", "t0.7-k10-p0.9"])
-@pytest.mark.parametrize(
-    ("verification", "count"),
-    [
-        ("rejection", 8_000),
-        pytest.param("rejection", 200_000, marks=pytest.mark.slow),
-        pytest.param("block", 200_000, marks=pytest.mark.slow),
-        pytest.param("coupled", 200_000, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("verification", "setting", "count"), every_rule(200_000))
 def test_the_law_of_samples(
     target: PreTrainedModel,  # noqa: F811
-    setting: dict[str, Any],
     verification: str,
+    setting: dict[str, Any],
     count: int,
 ) -> None:
     llm = engine.load(
         target, drafter=SuffixDrafter(5000), num_draft_tokens=3, max_batch_size=512, verification=verification
     )
-    assert g_test(sample(llm, setting, count), law(target, setting)) > 1e-3
+    assert p_value(llm, target, setting, count) > 1e-3
     assert 0.05 < llm.stats.acceptance_rate < 0.95
 
 

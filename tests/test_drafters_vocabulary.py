@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sampling_law import SETTINGS, g_test, law, sample
+from test_sampling_law import SETTINGS, SOME, every_rule, p_value
 from test_sampling_law import VOCAB as LAW_VOCAB
 from tiny_models import greedy, perturbed, random_prompts, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
@@ -282,8 +282,8 @@ def law_target() -> PreTrainedModel:
     return model
 
 
-def check_law(target: PreTrainedModel, kind: str, verification: str, setting: dict[str, Any], count: int) -> None:
-    """The vocabularies share 13 of 16 characters; "f", which is in the prompt, is not among them."""
+def law_engine(target: PreTrainedModel, kind: str, verification: str) -> engine.Engine:
+    """The vocabularies share 13 of 16 characters; "f", which is in one prompt, is not among them."""
     ours, theirs = spelling("pxocnymblzkajidhg"), spelling("abcdefghijklmnop")
     model = with_ids_of(target, SharedVocabulary(ours, theirs, 17, LAW_VOCAB), 17, 0.3)
     drafter = (
@@ -291,22 +291,31 @@ def check_law(target: PreTrainedModel, kind: str, verification: str, setting: di
         if kind == "re-encoding"
         else IntersectionDraftModel(model, ours, theirs, greedy=kind == "greedy")
     )
-    llm = engine.load(target, drafter=drafter, num_draft_tokens=3, max_batch_size=2048, verification=verification)
-    assert g_test(sample(llm, setting, count), law(target, setting)) > 1e-3
+    return engine.load(target, drafter=drafter, num_draft_tokens=3, max_batch_size=2048, verification=verification)
+
+
+@pytest.mark.parametrize(("verification", "setting", "count"), every_rule(100_000, setting=1))
+@pytest.mark.parametrize("kind", ["intersection", "re-encoding", pytest.param("greedy", marks=pytest.mark.slow)])
+def test_sampling_law(
+    law_target: PreTrainedModel, kind: str, verification: str, setting: dict[str, Any], count: int
+) -> None:
+    llm = law_engine(law_target, kind, verification)
+    assert p_value(llm, law_target, setting, count) > 1e-3
     assert 0.02 < llm.stats.acceptance_rate < 0.95, "neither acceptance nor rejection is tested"
 
 
-@pytest.mark.parametrize("kind", ["intersection", "re-encoding"])
-def test_sampling_law(law_target: PreTrainedModel, kind: str) -> None:
-    check_law(law_target, kind, "rejection", SETTINGS[1], 4_000)
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_a_wrong_law_is_caught(law_target: PreTrainedModel, verification: str) -> None:
+    """The same test, for a drafter that lies about what it drew from."""
+    llm = law_engine(law_target, "intersection", verification)
+    propose = llm.drafter.propose
 
+    def lie(state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        proposal = propose(state, num_draft_tokens)
+        return proposal._replace(logits=proposal.logits * 0.3, stats=None)
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS, ids=["t1.0", "t0.7-k10-p0.9"])
-@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_sampling_law_long(law_target: PreTrainedModel, kind: str, verification: str, setting: dict[str, Any]) -> None:
-    check_law(law_target, kind, verification, setting, 100_000)
+    llm.drafter.propose = lie
+    assert p_value(llm, law_target, SETTINGS[0], SOME) < 1e-6
 
 
 @pytest.mark.parametrize(
