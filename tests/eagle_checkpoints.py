@@ -47,7 +47,7 @@ class Head:
     seed: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    heads, kv_heads, intermediate = 4, 2, 48
+    heads, kv_heads, intermediate, rope_theta = 4, 2, 48, 10000.0
 
     def __post_init__(self) -> None:
         if not self.tensors:
@@ -112,7 +112,7 @@ class Head:
             model_type=self.kind, vocab_size=self.vocab, hidden_size=self.hidden, num_hidden_layers=self.num_layers,
             num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.head_dim,
             intermediate_size=self.intermediate, max_position_embeddings=self.max_positions, hidden_act="silu",
-            rms_norm_eps=self.eps, rope_theta=10000.0, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+            rms_norm_eps=self.eps, rope_theta=self.rope_theta, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
         if self.window:
             sliding = ["sliding_attention"] * self.num_layers
@@ -226,7 +226,7 @@ class Head:
         q, k, v = (self._linear(x, f"{name}.{part}_proj").view(count, -1, self.head_dim) for part in "qkv")
         if self.kind == "qwen3":
             q, k = self._norm(q, f"{name}.q_norm.weight"), self._norm(k, f"{name}.k_norm.weight")
-        q, k = _rotated(q), _rotated(k).repeat_interleave(self.heads // self.kv_heads, dim=1)
+        q, k = self._rotated(q), self._rotated(k).repeat_interleave(self.heads // self.kv_heads, dim=1)
         scores = torch.einsum("ihd,jhd->hij", q, k) / self.head_dim**0.5
         ago = torch.arange(count)[:, None] - torch.arange(count)
         visible = (ago >= 0) & (ago < (self.window or count))
@@ -234,15 +234,14 @@ class Head:
         mixed = torch.einsum("hij,jhd->ihd", weights, v.repeat_interleave(self.heads // self.kv_heads, dim=1))
         return self._linear(mixed.reshape(count, -1), f"{name}.o_proj")
 
-
-def _rotated(x: Tensor) -> Tensor:
-    """Rotary embedding of [n, heads, D] at positions 0, 1, ...; dimension i goes with i + D/2."""
-    count, _, size = x.shape
-    frequency = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angle = (torch.arange(count)[:, None] * frequency)[:, None]
-    cos, sin = angle.cos().to(x), angle.sin().to(x)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    def _rotated(self, x: Tensor) -> Tensor:
+        """Rotary embedding of [n, heads, D] at positions 0, 1, ...; dimension i goes with i + D/2."""
+        count, _, size = x.shape
+        frequency = self.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angle = (torch.arange(count)[:, None] * frequency)[:, None]
+        cos, sin = angle.cos().to(x), angle.sin().to(x)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def check_drafts(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import smollm2
 import torch
 from eagle_checkpoints import Head, check_drafts, good_eagle1, good_eagle3
 from head_checkpoints import LAW_VOCAB, check_law, law_target, lying
@@ -18,6 +19,7 @@ from tiny_models import CONTEXT, VOCAB, greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 
 import engine
+import engine.heads
 from engine.backend import row_stats
 from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.eagle import EagleDrafter
@@ -134,6 +136,40 @@ def test_bfloat16(tmp_path: Path) -> None:
     params = engine.SamplingParams(max_new_tokens=20)
     expected = [output.token_ids for output in plain.generate(random_prompts(6), params)]
     assert [output.token_ids for output in llm.generate(random_prompts(6), params)] == expected
+
+
+class Packaged(Head):
+    """The sizes of the head for SmolLM2."""
+
+    heads, kv_heads, intermediate, rope_theta = 9, 3, 1536, 100_000.0
+
+
+def test_the_packaged_head() -> None:
+    """Its drafts for a short text, in float32, are those of the paper's formula over its file."""
+    folder = Path(engine.heads.__file__).parent / "eagle3-SmolLM2-135M-Instruct"
+    stored = load_file(folder / "model.safetensors")
+    ids = (stored["d2t"] + torch.arange(len(stored["d2t"]))).tolist()
+    head = Packaged(
+        hidden=576, target_hidden=576, vocab=49152, draft_ids=ids, layers=(8, 16, 24, 30), eps=1e-5, tensors=stored,
+        left_out=("embed_tokens.weight", "lm_head.weight"),
+    )  # fmt: skip
+    assert {name: tuple(value.shape) for name, value in stored.items() if name not in ("d2t", "t2d")} == head.shapes()
+    drafter, seen = drafter_of(folder), []
+    llm = engine.load(smollm2.gguf(), drafter, 3, dtype="float32", max_batch_size=1)
+    propose = drafter.propose
+
+    def watched(state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        proposal = propose(state, num_draft_tokens)
+        text = state.tokens[0, : int(state.seq_lens[0]) + 1].tolist()
+        seen.append((text, proposal.tokens[0].tolist()))
+        return proposal
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    llm.generate([[{"role": "user", "content": "Name three rivers."}]], engine.SamplingParams(max_new_tokens=14))
+    whole = head.of(llm.target_model)
+    assert len(seen) > 4 and llm.stats.accepted_tokens > 0
+    for text, drafts in seen:
+        assert drafts == whole.drafts(llm.target_model, text, len(drafts))
 
 
 # The text.
