@@ -10,6 +10,12 @@ from tiny_models import perturbed, random_prompts, tiny
 from transformers import PreTrainedModel
 
 import engine
+from engine.drafters.eagle_model import EagleModel, eagle_config
+from engine.drafters.intersection import IntersectionDraftModel
+from engine.drafters.medusa import MedusaHeads
+from engine.drafters.mlp import MlpSpeculator
+from engine.drafters.reencoding import ReencodingDraftModel
+from engine.drafters.staged import StagedDraftModel
 from engine.heads import DEFAULT_DRAFTER
 from engine.model import EXACT_WIDTH, RaggedModel
 
@@ -68,6 +74,63 @@ WHOLE = [(batch, k, drafter) for batch in (1, 4) for k in (1, 3, 5) for drafter 
 def test_smollm2_in_bf16(plain_texts: dict[int, Any], batch: int, num_draft_tokens: int, drafter: str) -> None:
     draft = first_layers(smollm2.loaded().target_model, 6) if drafter == "model" else drafter
     assert texts(batch, drafter=draft, num_draft_tokens=num_draft_tokens) == plain_texts[batch]
+
+
+def random_head(target: PreTrainedModel, kind: str) -> engine.Drafter:
+    """Untrained heads, in the shapes in use: the text does not depend on how good drafts are."""
+    hidden, vocab = target.config.hidden_size, target.config.vocab_size
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if kind == "medusa":
+            return engine.MedusaDrafter(MedusaHeads(hidden, None, 4, output="target"))
+        if kind == "mlp":
+            return engine.MlpSpeculatorDrafter(MlpSpeculator(hidden, vocab, 4, tie_weights=True), min_reach=0.0)
+        config = eagle_config(target.config, eagle=1)
+        config.num_hidden_layers = 1
+        return engine.EagleDrafter(EagleModel(config), min_reach=0.0)
+
+
+def drafter_of(kind: str) -> engine.Drafter:
+    """A drafter for SmolLM2; those that are models have its first layers, those that learned are untrained."""
+    plain = smollm2.loaded()
+    if kind in ("medusa", "mlp", "eagle1"):
+        return random_head(plain.target_model, kind)
+    model, tokenizer = first_layers(plain.target_model, 2), plain.tokenizer
+    if kind == "staged":
+        return StagedDraftModel(model)
+    if kind == "greedy model":
+        return engine.DraftModel(model, greedy=True)
+    return (IntersectionDraftModel if kind == "intersection" else ReencodingDraftModel)(model, tokenizer, tokenizer)
+
+
+# One (batch, K) each; fewer questions and tokens, as hardly any draft stands.
+OTHERS = [
+    (4, 3, "medusa"), (1, 4, "mlp"), (1, 3, "eagle1"), (1, 5, "staged"), (1, 3, "greedy model"), (1, 1, "intersection"),
+    (4, 3, "re-encoding"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "num_draft_tokens", "kind"), OTHERS)
+def test_other_drafters_for_smollm2_in_bf16(
+    plain_texts: dict[int, Any], batch: int, num_draft_tokens: int, kind: str
+) -> None:
+    plain = smollm2.loaded()
+    llm = engine.load(
+        plain.target_model,
+        drafter_of(kind),
+        num_draft_tokens,
+        tokenizer=plain.tokenizer,
+        exact=True,
+        max_batch_size=batch,
+    )
+    outputs = llm.generate(CHATS[:batch], engine.SamplingParams(max_new_tokens=NEW // 4))
+    assert [output.token_ids for output in outputs] == [ids[: NEW // 4] for ids in plain_texts[batch][:batch]]
+    assert llm.stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", pytest.param(DEFAULT_DRAFTER, marks=pytest.mark.slow)])
+def test_a_number_of_drafts_that_changes_in_bf16(plain_texts: dict[int, Any], drafter: str) -> None:
+    assert texts(4, drafter=drafter, num_draft_tokens="auto") == plain_texts[4]
 
 
 def test_coupled_samples_in_bf16() -> None:
