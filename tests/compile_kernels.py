@@ -33,7 +33,8 @@ from engine.kernels.warmup import warmup
 
 VOCABS = {"even": 151_936, "odd": 50_257}  # rows that start on 16 bytes, and rows that do not
 BATCH = 2
-SERVED = ("rejection", "coupled")  # methods of the calls that vary while serving
+SERVED = ("rejection", "coupled")  # methods of the calls that vary while serving; all would take three times as long
+UNALIGNED = 50_264  # sequences of some widths begin on 16 elements, those of others do not
 
 
 class PretendedDevice:
@@ -92,23 +93,27 @@ def variants(dtypes: list[str], whole: bool, brief: bool) -> Iterator[tuple[str,
 def warm_up() -> None:
     """What a configuration would compile before it serves: K up to 3, full drafts, filters."""
     warmup(VOCABS["even"], 3, torch.bfloat16, "cpu", SERVED, VOCABS["even"], filters=True)
+    warmup(UNALIGNED, 3, torch.bfloat16, "cpu", SERVED[:1], UNALIGNED)
 
 
 def serving() -> Iterator[tuple[str, Callable[[], object]]]:
     """Calls as they vary while one model is served: batch, width, and where in a larger tensor its slots begin."""
-    logits = torch.empty(1, 1, VOCABS["even"], dtype=torch.bfloat16)
-    for batch, width, slot, filtered in product((1, 2, 16, 17), (1, 2, 3, 4), (0, 1), (False, True)):
+    slots = product((1, 2, 16, 17), (1, 2, 3, 4), (0, 1))
+    for (batch, width, slot), vocab_size in product(slots, (VOCABS["even"], UNALIGNED)):
         state = torch.zeros(3, 40, dtype=torch.int64)[:, slot : slot + batch]
         where = dict(seed=state[0], position=state[1])
         heat = torch.ones(40)[slot : slot + batch]
-        rows = dict(temperature=heat) | (dict(top_k=state[2], top_p=heat, min_p=heat) if filtered else {})
-        target = logits.expand(batch, width, -1)
+        target = torch.empty(batch, width, vocab_size, dtype=torch.bfloat16)
+        proposed = torch.empty(batch, width - 1, vocab_size, dtype=torch.bfloat16)
         drafts = torch.zeros(batch, width - 1, dtype=torch.int64)
-        yield "row_stats", partial(row_stats, target, **rows)
-        yield "sample", partial(sample, target[:, 0], **rows, **where)
-        yield "sample, drafting", partial(sample, target[:, 0], **rows, **where, origin=state[1], stream=DRAFT)
-        for method, draft in product(SERVED, (None, target[:, 1:])):
-            yield f"verify, {method}", partial(verify, target, drafts, draft, **rows, **where, method=method)
+        aligned = vocab_size % 16 == 0
+        for filtered in (False, True) if aligned else (False,):
+            rows = dict(temperature=heat) | (dict(top_k=state[2], top_p=heat, min_p=heat) if filtered else {})
+            yield "row_stats", partial(row_stats, target, **rows)
+            yield "sample", partial(sample, target[:, 0], **rows, **where)
+            yield "sample, drafting", partial(sample, target[:, 0], **rows, **where, origin=state[1], stream=DRAFT)
+            for method, draft in product(SERVED if aligned else SERVED[:1], (None, proposed)):
+                yield f"verify, {method}", partial(verify, target, drafts, draft, **rows, **where, method=method)
 
 
 def resources(kernel: object, target: GPUTarget) -> dict[str, int]:
