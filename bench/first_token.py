@@ -190,7 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}: {ratio:.2f}x")
     print(f"goal {result['goal']}x: {'met' if result['met'] else 'not met'}")
     if options.out is not None:
-        text = {"prompt": PROMPT, "environment": about, "contenders": specs, **result, "runs": found}
+        # Files by their names: where they lie is this machine's affair.
+        told = {
+            name: spec | {"target": Path(spec["target"]).name if Path(spec["target"]).exists() else spec["target"]}
+            for name, spec in specs.items()
+        }
+        text = {"prompt": PROMPT, "environment": about, "contenders": told, **result, "runs": found}
         options.out.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
 
 

@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from .eagle3 import Eagle3Training
 from .files import replacing
 
-NUM_LAYERS = (
-    3  # hidden states that others fuse: `fc` in vLLM's and SGLang's llama_eagle3.py has 3 * hidden_size columns
-)
+# Hidden states that others fuse: `fc` in vLLM's and SGLang's llama_eagle3.py has 3 * hidden_size columns.
+NUM_LAYERS = 3
 _KEPT = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "attention_bias", "mlp_bias",
