@@ -58,13 +58,12 @@ def few_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(plots, "available", lambda: False)
 
 
-def save(folder: Path, architecture: str, noise: float = 0.0, **changes: Any) -> str:
+def save(folder: Path, architecture: str, noise: float = 0.0, tokenizer: Any = None, **changes: Any) -> str:
     """A tiny checkpoint with a tokenizer, like those of one seed and architecture, but for some noise."""
     size = {"gpt2": "n_positions"}.get(architecture, "max_position_embeddings")
     model = tiny(architecture, dtype=torch.float32, vocab_size=VOCAB, eos_token_id=EOS, **{size: CONTEXT}, **changes)
     (perturbed(model, noise) if noise else model).save_pretrained(folder)
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(folder)
+    (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return str(folder)
 
 
@@ -477,6 +476,19 @@ def test_cascades_are_no_models_for_others(bench: Callable[..., Path], draft: st
     texts = [[r["token_ids"] for r in records if r["method"] == name] for name in methods]
     assert all(text == texts[0] for text in texts)
     assert sum(r["accepted_tokens"] for r in records if r["method"] == "ours ngram+small K=2") > 0
+
+
+def test_draft_models_of_other_vocabularies(bench: Callable[..., Path], tmp_path: Path) -> None:
+    """Their tokens are looked up or read anew, as `engine.load` would have it."""
+    everywhere = {chr(letter): f"<{letter}>" for letter in range(ord("!"), ord("~"))}
+    few = save(tmp_path / "few", "llama", tokenizer=byte_tokenizer({"a": "<a>", "b": "<b>"}))
+    all_ = save(tmp_path / "all", "llama", tokenizer=byte_tokenizer(everywhere))
+    records = read_records(bench("-d", few, all_, "-k", "2", baselines="plain"))
+    methods = list(dict.fromkeys(record["method"] for record in records))
+    assert methods == ["ours plain", "ours few K=2", "ours all K=2", "transformers plain"]
+    texts = [[r["token_ids"] for r in records if r["method"] == name] for name in methods]
+    assert all(text == texts[0] for text in texts)
+    assert sum(r["accepted_tokens"] for r in records if r["method"] == methods[1]) > 0
 
 
 def test_second_turns_hold_the_first_answer(bench: Callable[..., Path], target: str) -> None:

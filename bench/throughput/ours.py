@@ -12,6 +12,7 @@ from bench.throughput.forwards import ForwardClock
 from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, Row
 from bench.throughput.options import drafter_label, synthetic_acceptance
 from bench.throughput.synthetic import SyntheticDrafter
+from engine.loading import Checkpoint, draft_model
 
 NOT_REAL = "not a real drafter"
 
@@ -89,7 +90,7 @@ class Ours(Method):
         model, tokenizer = bed.ours[self.drafter]
         if self.drafts == "sampled":
             return SampledDrafts(model, tokenizer)
-        return engine.DraftModel(model, tokenizer, greedy=self.drafts == "greedy")
+        return draft_model(Checkpoint(bed.target, bed.tokenizer), Checkpoint(model, tokenizer), self.drafts == "greedy")
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         params = [
