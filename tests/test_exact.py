@@ -103,14 +103,15 @@ def drafter_of(kind: str) -> engine.Drafter:
     return (IntersectionDraftModel if kind == "intersection" else ReencodingDraftModel)(model, tokenizer, tokenizer)
 
 
-# One (batch, K) each; fewer questions and tokens, as hardly any draft stands.
-OTHERS = [
-    (4, 3, "medusa"), (1, 4, "mlp"), (1, 3, "eagle1"), (1, 5, "staged"), (1, 3, "greedy model"), (1, 1, "intersection"),
-    (4, 3, "re-encoding"),
-]  # fmt: skip
+# One (batch, K) each; fewer questions and tokens, as hardly any draft stands. Some under -m slow only.
+OTHERS = [(4, 3, "medusa"), (1, 5, "staged"), (1, 1, "intersection")]
+MORE_OTHERS = [(1, 4, "mlp"), (1, 3, "eagle1"), (1, 3, "greedy model"), (4, 3, "re-encoding")]
 
 
-@pytest.mark.parametrize(("batch", "num_draft_tokens", "kind"), OTHERS)
+@pytest.mark.parametrize(
+    ("batch", "num_draft_tokens", "kind"),
+    [*OTHERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OTHERS)],
+)
 def test_other_drafters_for_smollm2_in_bf16(
     plain_texts: dict[int, Any], batch: int, num_draft_tokens: int, kind: str
 ) -> None:
