@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 from kernel_cases import (
     DEVICE,
     DTYPES,
@@ -22,6 +21,7 @@ from kernel_cases import (
     random_options,
     temperatures,
 )
+from kernel_strategies import ANY_ROWS, SOME_EXAMPLES
 
 from engine.kernels.row_stats import row_stats
 
@@ -119,16 +119,8 @@ def test_the_largest_vocabulary(filters: dict[str, torch.Tensor]) -> None:
     check_row_stats(logits, torch.tensor([0.8]), **filters)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    seed=st.integers(0, 2**31),
-    batch=st.integers(1, 4),
-    width=st.integers(0, 3),  # 0: logits [B, V]
-    vocab_size=st.one_of(st.integers(1, 40), st.integers(1_000, 1_050), st.integers(8_000, 9_000)),
-    dtype=st.sampled_from(DTYPES),
-    option=st.sampled_from(OPTIONS),
-    hot=st.booleans(),
-)
+@SOME_EXAMPLES
+@given(**ANY_ROWS)
 def test_any_shape(
     seed: int, batch: int, width: int, vocab_size: int, dtype: torch.dtype, option: str, hot: bool
 ) -> None:
