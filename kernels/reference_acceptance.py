@@ -56,25 +56,30 @@ def block_test(p: Rows, q: Rows | None, tests: DraftTests, prefix: Tensor, u: Te
 
     h_i = r_i / (r_i + 1 - s_i) for i < n, with r_i = sum over v of max(s_i p(v) - q(v), 0) in row i; h_n = s_n.
     """
-    num_drafts = u.shape[1]
-    if num_drafts == 0:
+    if u.shape[1] == 0:
         return u > 0
     s = prefix[:, 1:]
+    fit = tests.fit[:, :-1].long().cumprod(dim=1).bool()
+    more = pad(fit[:, 1:], (0, 1))  # i < n
+    possible = (u < s) & fit  # as h_i <= s_i, for r_i <= s_i
+    certain = possible & (~more | (s == 1))
+    # A test does not matter if a longer prefix passes.
+    unclear = possible & (certain.flip(1).cumsum(dim=1).flip(1) == 0)
+    mass = _residual_masses(p, q, tests, s, unclear)
+    return certain | (unclear & (u * (mass + 1 - s) < mass))
+
+
+def _residual_masses(p: Rows, q: Rows | None, tests: DraftTests, s: Tensor, wanted: Tensor) -> Tensor:
+    """r_i for s_i [B, K] where wanted [B, K] bool, which is at i < K only; 0 or r_i elsewhere."""
     if q is None:  # max(s p - one-hot, 0) sums to s - s p(x)
-        mass = prefix[:, :-1] * (1 - tests.p)
-    else:
-        size = p.logits.shape[-1]
-        parts = []
-        for sequence, index, log_s in chunks(size, *places(prefix[:, :-1]), prefix[:, :-1].log().flatten()):
-            log_q = resize(q.log_prob_at(sequence, index), size)
-            residual = log_residual(p.log_prob_at(sequence, index).add_(log_s[:, None]), log_q)
-            parts.append(exp_(residual).sum(dim=-1))
-        mass = torch.cat(parts).view(u.shape)
-    mass = pad(mass[:, 1:], (0, 1))  # r_1 ... r_{K-1}, and none behind the last draft
-    fit = tests.fit[:, :-1].long().cumprod(dim=1)
-    more = pad(fit[:, 1:], (0, 1)).bool()  # i < n
-    passed = torch.where(more, u * (mass + 1 - s) < mass, u < s)
-    return passed & fit.bool()
+        return pad(s[:, :-1] * (1 - tests.p[:, 1:]), (0, 1))
+    mass, size = torch.zeros_like(s), p.logits.shape[-1]
+    batch, index = places(s[:, :-1]) if s.device.type != "cpu" else wanted.nonzero(as_tuple=True)
+    for sequence, before, log_s in chunks(size, batch, index, s[batch, index].log()):
+        log_q = resize(q.log_prob_at(sequence, before + 1), size)
+        residual = log_residual(p.log_prob_at(sequence, before + 1).add_(log_s[:, None]), log_q)
+        mass[sequence, before] = exp_(residual).sum(dim=-1)
+    return mass
 
 
 def entropy(p: Rows) -> Tensor:
