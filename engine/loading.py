@@ -249,21 +249,17 @@ def _num_ranks(tensor_parallel: Any, target: Any, device: Any) -> int | None:
     return parallel.world_size()
 
 
-def draft_model(main: Checkpoint, draft: Checkpoint, greedy: bool = False) -> DraftModel | ReencodingDraftModel:
-    """The kind of drafter that the two tokenizers allow.
-
-    Args:
-        greedy: it drafts its likeliest tokens; re-encoded drafts always are.
-    """
+def draft_model(main: Checkpoint, draft: Checkpoint) -> DraftModel | ReencodingDraftModel:
+    """The kind of drafter that the two tokenizers allow."""
     if None in (main.tokenizer, draft.tokenizer) or not difference(main.tokenizer, draft.tokenizer):
-        return DraftModel(draft.model, draft.tokenizer, greedy)
+        return DraftModel(draft.model, draft.tokenizer)
     sizes = vocab_size(draft.model), vocab_size(main.model)
     share = SharedVocabulary(draft.tokenizer, main.tokenizer, *sizes).share
     kind = IntersectionDraftModel if share >= _LEAST_SHARE else ReencodingDraftModel
     logger.info("%s: the drafter has another tokenizer, which shares %.0f%% of its tokens", kind.__name__, 100 * share)
     if kind is ReencodingDraftModel:
         return ReencodingDraftModel(draft.model, draft.tokenizer, main.tokenizer)
-    return IntersectionDraftModel(draft.model, draft.tokenizer, main.tokenizer, greedy)
+    return IntersectionDraftModel(draft.model, draft.tokenizer, main.tokenizer)
 
 
 _LEAST_SHARE = 0.25  # of the smaller vocabulary: with less, drafting in shared tokens only finds too little to say

@@ -16,6 +16,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
 import throughput_fakes
+from head_checkpoints import medusa_shapes, random_tensors, write
 from tiny_models import greedy, perturbed, random_prompts, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
 
@@ -75,6 +76,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tmp_path_factory.mktemp("models") / "small", "llama", noise=0.02)
+
+
+def medusa(folder: Path) -> str:
+    """A checkpoint of Medusa heads for such models."""
+    tensors = random_tensors(medusa_shapes(vocab=VOCAB))
+    return str(write(folder / "head", {"medusa_num_heads": 3}, tensors, "model.safetensors"))
 
 
 @pytest.fixture
@@ -672,6 +679,34 @@ def test_ways_to_draft(bench: Callable[..., Path], draft: str) -> None:
         assert set(summary.compared_with("ours plain")) == {None}
     greedily, sampled = cold["ours small K=3"].acceptance, cold["ours small K=3, sampled drafts"].acceptance
     assert greedily is not None and sampled is not None and greedily > sampled > 0
+
+
+def test_ways_to_draft_of_others(bench: Callable[..., Path], draft: str, tmp_path: Path) -> None:
+    """Lookups have one way."""
+    drafters = ("ngram", "layer_skip:1", medusa(tmp_path), f"ngram+{draft}")
+    words = ("-d", *drafters, "--drafts", "greedy", "sampled", "-T", "0", "1", "-k", "2", "--categories", "edit")
+    found = summarize(read_records(bench(*words, baselines="plain", tokens="12")), "transformers plain")
+    cold, warm = (
+        [s.method.removeprefix("ours ").replace(" K=2", "") for s in summaries] for summaries in found.values()
+    )
+    ours, first, last = ("layer_skip:1", "head", "ngram+small"), ["plain", "ngram"], ["transformers plain"]
+    assert cold == [*first, *ours, *last]
+    assert warm == [*first, *(way for name in ours for way in (f"{name}, greedy drafts", name)), *last]
+    for summary in next(iter(found.values()))[1:]:
+        assert set(summary.compared_with("ours plain")) == {None}
+
+
+def test_greedy_drafts_are_asked_of_every_stage(target: str, draft: str, tmp_path: Path) -> None:
+    head = medusa(tmp_path)
+    drafters = (draft, f"suffix+{draft}", "layer_skip:1", head, f"ngram+{head}")
+    bed = load_bed(Options(tmp_path, target=target, drafters=drafters, dtypes=("float32",)), "float32")
+    for drafter in drafters:
+        for drafts in ("own", "greedy"):
+            ours = Ours(drafter, 2, drafts=drafts)
+            ours.prepare(bed, Contest("float32", 1, 0.8, 8))
+            made = ours._llm.drafter
+            stage = getattr(made, "stages", (made,))[-1]
+            assert stage.greedy is (drafts == "greedy"), drafter
 
 
 def test_auto_is_for_the_engine_to_choose(bench: Callable[..., Path]) -> None:

@@ -60,7 +60,10 @@ def parser() -> argparse.ArgumentParser:
         "drafter: right with probability A, to see the engine's own costs)",
     )  # fmt: skip
     models.add_argument(
-        "--drafts", nargs="+", metavar="HOW", help="how draft models draw: own (as the target), greedy, sampled"
+        "--drafts",
+        nargs="+",
+        metavar="HOW",
+        help="how drafters draw: own (as the target), greedy, sampled (for a greedy target: draft models only)",
     )
     models.add_argument(
         "--num-draft-tokens", "-k", nargs="+", type=_number_or_auto, metavar="K", help="tokens drafted in a round"

@@ -202,6 +202,11 @@ def _is_draft_model(drafter: str) -> bool:
     return checkpoints(drafter) == [drafter] and isinstance(named(drafter), str)
 
 
+def draws(drafter: str) -> bool:
+    """Whether it has distributions to draw from, or takes the likeliest tokens of: all but lookups and synthetic drafters."""
+    return not drafter.startswith("synthetic:") and split_stages(drafter)[-1] not in ("ngram", "suffix")
+
+
 def drafter_label(drafter: str) -> str:
     """What the tables call a drafter."""
     if drafter.startswith("synthetic:"):

@@ -32,7 +32,7 @@ class Ours(Method):
         drafter: "synthetic:A", a name as engine.load takes it, or None for plain decoding.
         num_draft_tokens: K, or "auto".
         verification: the rule.
-        drafts: "own" (as the target draws), "greedy" or "sampled".
+        drafts: "own" (as the target draws), "greedy", or of a draft model "sampled".
         exact, load_options: for engine.load.
         max_length: prompt and new tokens together, cut to the target's context; None: the context.
         seed: of a synthetic drafter's errors.
@@ -81,6 +81,11 @@ class Ours(Method):
             tokenizer=bed.tokenizer,
             **self._settings,
         )
+        if self.drafts == "greedy":
+            stages: Any = getattr(self._llm.drafter, "stages", (self._llm.drafter,))
+            for stage in stages:
+                if hasattr(stage, "greedy"):  # lookups have no other way, nor have re-encoded drafts
+                    stage.greedy = True
 
     def _make_drafter(self, bed: Bed) -> Any:
         if self.drafter is not None and self.synthetic:
@@ -90,7 +95,7 @@ class Ours(Method):
         model, tokenizer = bed.ours[self.drafter]
         if self.drafts == "sampled":
             return SampledDrafts(model, tokenizer)
-        return draft_model(Checkpoint(bed.target, bed.tokenizer), Checkpoint(model, tokenizer), self.drafts == "greedy")
+        return draft_model(Checkpoint(bed.target, bed.tokenizer), Checkpoint(model, tokenizer))
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         params = [

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from bench.throughput.hf import Transformers, TransformersAssisted
 from bench.throughput.methods import Contest, Method
-from bench.throughput.options import Options
+from bench.throughput.options import Options, draws
 from bench.throughput.others import Economize, FlashSpec
 from bench.throughput.ours import Ours
 
@@ -40,15 +40,16 @@ def _ours(options: Options, contest: Contest) -> Iterator[Method]:
     # At temperature 0 every rule is greedy: one of them is enough.
     rules = options.verification if contest.temperature else ("rejection",)
     for drafter in options.drafters:
-        drafts = _ways_to_draft(options, contest) if drafter in options.draft_models else ("own",)
-        for rule, way, k in itertools.product(rules, drafts, options.num_draft_tokens):
+        ways = _ways_to_draft(options, contest, drafter)
+        for rule, way, k in itertools.product(rules, ways, options.num_draft_tokens):
             yield Ours(drafter, k, rule, way, **common)  # type: ignore[arg-type]
 
 
-def _ways_to_draft(options: Options, contest: Contest) -> list[str]:
-    """ "own" is greedy for a greedy target, and sampled for a sampling one."""
-    natural = "sampled" if contest.temperature else "greedy"
-    return list(dict.fromkeys("own" if way == natural else way for way in options.drafts))
+def _ways_to_draft(options: Options, contest: Contest, drafter: str) -> list[str]:
+    """ "own" is greedy for a greedy target, and sampled for a sampling one; a drafter that knows no other way has its own."""
+    other = "greedy" if contest.temperature else "sampled"
+    knows_it = draws(drafter) if contest.temperature else drafter in options.draft_models
+    return list(dict.fromkeys(way if way == other and knows_it else "own" for way in options.drafts))
 
 
 def _baselines(options: Options) -> Iterator[Method]:
