@@ -45,7 +45,8 @@ Drafter = Annotated[
     _option(
         "--drafter",
         "-d",
-        help='"ngram", "suffix", "layer_skip:N", a trained head or a draft model; "ngram+MODEL" for both; "none".',
+        help='"ngram", "suffix", "layer_skip:N" or a set as "layer_skip:0-7,28", a trained head, a draft model or '
+        '"staged:MODEL", which is sped up itself; "ngram+MODEL" for both; "none".',
         panel=MODEL,
         show_default="ngram; with a trained head for the default target",
         metavar="DRAFTER",

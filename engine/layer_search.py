@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from . import prompts as prompting
 from .config import SamplingParams, check_int
 from .drafters.layer_skip import DecoderLayers, LayerSkipDrafter
+from .drafters.named import layer_skip_name
 from .engine import Engine
 from .loading import load
 from .model import attention_masks
@@ -47,6 +48,11 @@ class LayerChoice:
     num_draft_tokens: int
     speedup: float
 
+    @property
+    def name(self) -> str:
+        """As `engine.load(drafter=...)` and the command line take it."""
+        return layer_skip_name(self.layers)
+
 
 @dataclass(frozen=True)
 class LayerSearch:
@@ -66,13 +72,13 @@ class LayerSearch:
         return max(self.table, key=lambda choice: (choice.speedup, -len(choice.layers)))
 
     def drafter(self, greedy: bool = False) -> LayerSkipDrafter:
-        """One that runs the best set; how many tokens it should draft is `best.num_draft_tokens`."""
+        """One that runs the best set, as `best.name` does; how many tokens it should draft is `best.num_draft_tokens`."""
         return LayerSkipDrafter(layers=self.best.layers, greedy=greedy)
 
     def __str__(self) -> str:
         lines = [f"layers  agreement  cost   K  speedup  over {self.num_tokens} tokens"]
         for row in self.table:
-            best = f"  best: {', '.join(map(str, row.layers))}" if row is self.best else ""
+            best = f"  best: {row.name}" if row is self.best else ""
             numbers = f"{row.agreement:9.1%}  {row.cost:4.2f}  {row.num_draft_tokens:2d}  {row.speedup:6.2f}x"
             lines.append(f"{len(row.layers):6d}  {numbers}{best}")
         return "\n".join(lines)

@@ -11,9 +11,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from . import parallel
 from .config import EngineConfig, check_bool
-from .drafters import CascadeDrafter, Drafter, DraftModel
+from .drafters import CascadeDrafter, Drafter, DraftModel, StagedDraftModel
 from .drafters.intersection import IntersectionDraftModel
-from .drafters.named import named, split_stages
+from .drafters.named import STAGED, named, split_stages
 from .drafters.reencoding import ReencodingDraftModel
 from .drafters.vocabulary import SharedVocabulary, difference
 from .engine import Engine
@@ -51,9 +51,11 @@ def load(
         target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on).
         drafter: None for plain decoding; "ngram" or "suffix", which look for the text's end in earlier text; a hub id or
             folder of a learned drafter made for the target (EAGLE, Medusa, MLP speculator; recognised by its config); a hub
-            id, folder or GGUF file of a draft model; the name of a head in `engine.heads`; "layer_skip:N", the target's own
-            first N layers; "ngram+X" or "suffix+X": lookup first, and X, any of these, where it finds nothing; a live draft
-            model, which must share the target's vocabulary; or an object with `prefill`, `propose` and `observe`.
+            id, folder or GGUF file MODEL of a draft model; "staged:MODEL", which has the target's tokenizer and is itself
+            decoded speculatively, by n-gram lookup; the name of a head in `engine.heads`; "layer_skip:N", the target's own
+            first N layers, or a set of them, counted from 0, as "layer_skip:0-7,28,29"; "ngram+X" or "suffix+X": lookup
+            first, and X, any of these, where it finds nothing; a live draft model, which must share the target's
+            vocabulary; or an object with `prefill`, `propose` and `observe`.
         num_draft_tokens: tokens proposed in a round (K), >= 0; "auto": as many as promise most tokens per second, from the
             acceptance and the times of the rounds so far, down to none.
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
@@ -112,8 +114,11 @@ def _stages(drafter: Any) -> list[Any]:
 
 
 def _drafter(main: Checkpoint, stage: Any) -> Drafter:
-    if isinstance(stage, str | PreTrainedModel):
-        stage = draft_model(main, _checkpoint(stage, "drafter", main.model.dtype, main.model.device, None))
+    if isinstance(stage, str):
+        draft = _checkpoint(stage.removeprefix(STAGED), "drafter", main.model.dtype, main.model.device, None)
+        stage = draft_model(main, draft, staged=stage.startswith(STAGED))
+    elif isinstance(stage, PreTrainedModel):
+        stage = draft_model(main, Checkpoint(stage, None))
     for part in getattr(stage, "stages", (stage,)):
         if isinstance(part, DraftModel | ReencodingDraftModel):
             _check_draft_model(main, part)
@@ -249,8 +254,14 @@ def _num_ranks(tensor_parallel: Any, target: Any, device: Any) -> int | None:
     return parallel.world_size()
 
 
-def draft_model(main: Checkpoint, draft: Checkpoint) -> DraftModel | ReencodingDraftModel:
-    """The kind of drafter that the two tokenizers allow."""
+def draft_model(main: Checkpoint, draft: Checkpoint, staged: bool = False) -> DraftModel | ReencodingDraftModel:
+    """The kind of drafter that the two tokenizers allow.
+
+    Args:
+        staged: it is to be decoded speculatively, and needs the target's tokenizer, which is not looked at here.
+    """
+    if staged:
+        return StagedDraftModel(draft.model, tokenizer=draft.tokenizer)
     if None in (main.tokenizer, draft.tokenizer) or not difference(main.tokenizer, draft.tokenizer):
         return DraftModel(draft.model, draft.tokenizer)
     sizes = vocab_size(draft.model), vocab_size(main.model)

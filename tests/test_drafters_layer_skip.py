@@ -440,7 +440,9 @@ def test_identities_go_first(name: str) -> None:
     assert found.best is found.table[2]
     assert (found.best.num_draft_tokens, found.num_tokens) == (8, 7 * NEW)
     assert found.drafter(greedy=True).layers == (0, 2, 3, 5)
-    assert "best: 0, 2, 3, 5" in str(found)
+    assert found.best.name == "layer_skip:0,2-3,5" and "best: layer_skip:0,2-3,5\n" in str(found)
+    llm = engine.load(with_identities(name, (1, 4)), drafter=found.best.name)
+    assert isinstance(llm.drafter, LayerSkipDrafter) and llm.drafter.layers == found.best.layers
 
 
 def test_several_layers_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,16 @@ def test_draft_model_of_another_tokenizer(target: PreTrainedModel) -> None:
         engine.load(target, drafter=other, tokenizer=byte_tokenizer())
 
 
+def test_staged_draft_model_of_another_tokenizer(target: PreTrainedModel, folder: Path) -> None:
+    """By itself, the same model drafts in the tokens that both have."""
+    byte_tokenizer(renamed={"a": "_a"}).save_pretrained(folder)
+    for name in (f"staged:{folder}", f"ngram+staged:{folder}"):
+        with pytest.raises(ValueError, match="drafter must have the target's tokenizer, but id 97 is 'a'"):
+            engine.load(target, drafter=name, tokenizer=byte_tokenizer())
+    llm = engine.load(target, drafter=str(folder), tokenizer=byte_tokenizer())
+    assert isinstance(llm.drafter, engine.IntersectionDraftModel)
+
+
 def test_padded_vocabularies(target: PreTrainedModel) -> None:
     """A wider and a narrower draft model: accepted when the token strings agree, and still lossless."""
     tokenizer = byte_tokenizer()

@@ -31,7 +31,7 @@ from bench.throughput.hf import Transformers, TransformersAssisted
 from bench.throughput.methods import Call, Contest, Method, Row, up_to_end
 from bench.throughput.options import Options
 from bench.throughput.others import Economize, FlashSpec
-from bench.throughput.ours import Ours
+from bench.throughput.ours import Ours, SampledStagedDrafts
 from bench.throughput.presets import PRESETS
 from bench.throughput.prompts import OWN_PROMPTS, Prompt, cut, groups, read_prompts, render, select
 from bench.throughput.records import Records, read_records
@@ -215,6 +215,8 @@ def test_cut_takes_the_middle() -> None:
         (["--template", "alpaca"], "template must be one of auto, chat, raw, got 'alpaca'"),
         (["-d", "synthetic:1.5"], "acceptance A in [0, 1], got '1.5'"),
         (["-d", "./no/such/model"], "drafter must be an existing path or a hub id, got './no/such/model'"),
+        (["-d", "ngram+staged:./no/model"], "drafter must be an existing path or a hub id, got './no/model'"),
+        (["-d", "ngram+layer_skip:3-1"], "drafter layer_skip:... must have a number of layers >= 1"),
         (["--target", "/no/such/model"], "target must be an existing path or a hub id"),
         (["--dtypes", "int8"], "dtypes must be 'auto' or floating torch dtypes such as 'bfloat16', got 'int8'"),
         (["--device", "toaster"], "device must be 'auto', 'cpu' or a GPU that is there, got 'toaster'"),
@@ -245,10 +247,13 @@ def test_bad_options_that_are_found_in_files(
     monkeypatch.setattr(run, "load_bed", lambda *_: pytest.fail("a model was loaded"))
     (tmp_path / "bad.jsonl").write_text("{\n")
     (tmp_path / "file").touch()
+    head = medusa(tmp_path)
     for arguments, complaint in (
         (["--prompts", str(tmp_path / "missing.jsonl")], "prompts must be an existing file"),
         (["--prompts", str(tmp_path / "bad.jsonl")], "bad.jsonl:1 must be a JSON object"),
         (["--categories", "edit", "sports"], "categories must be of edit, talk, got 'sports'"),
+        (["-d", "staged:ngram"], "drafter staged:MODEL must have the hub id, folder or GGUF file of a draft model"),
+        (["-d", f"staged:{head}"], "which holds a learned head (MedusaDrafter)"),
         (["--relative-to", "nobody"], "relative_to must be one of the methods (ours plain, ours ngram K=5"),
         (["--out", str(tmp_path / "file")], "out must be a folder that can be written"),
         (["--report-only", "--out", str(tmp_path / "none")], "out must hold a run for --report-only"),
@@ -452,6 +457,7 @@ def test_synthetic_drafters_run_exactly(bench: Callable[..., Path]) -> None:
     "words",
     [
         "-b 2 -T 0.5 -d MODEL ngram+MODEL layer_skip:1 synthetic:0.5 -k 3 auto --categories edit --ignore-eos",
+        "-d staged:MODEL ngram+staged:MODEL staged:owner/name layer_skip:0-1,3",
         "--drafters -n 4 --baselines --relative-to 'ours plain' --no-exact --load-option max_length=100",
         "--preset gpt2 --drafts own --load-option \"no='a b'\"",
         "",
@@ -475,14 +481,34 @@ def test_the_command_says_how_it_was_made(
 
 
 def test_cascades_are_no_models_for_others(bench: Callable[..., Path], draft: str) -> None:
-    folder = bench("-d", "suffix", f"ngram+{draft}", "layer_skip:1", "-k", "2", baselines="plain assistant")
+    drafters = ("suffix", f"ngram+{draft}", "layer_skip:1-1", f"staged:{draft}", f"ngram+staged:{draft}")
+    folder = bench("-d", *drafters, "-k", "2", baselines="plain assistant")
     records = read_records(folder)
     methods = list(dict.fromkeys(record["method"] for record in records))
-    ours = [f"ours {name} K=2" for name in ("suffix", "ngram+small", "layer_skip:1")]
+    names = ("suffix", "ngram+small", "layer_skip:1-1", "staged:small", "ngram+staged:small")
+    ours = [f"ours {name} K=2" for name in names]
     assert methods == ["ours plain", *ours, "transformers plain"]
     texts = [[r["token_ids"] for r in records if r["method"] == name] for name in methods]
     assert all(text == texts[0] for text in texts)
-    assert sum(r["accepted_tokens"] for r in records if r["method"] == "ours ngram+small K=2") > 0
+    for name in ("ngram+small", "staged:small", "ngram+staged:small"):
+        assert sum(r["accepted_tokens"] for r in records if r["method"] == f"ours {name} K=2") > 0
+
+
+def test_a_staged_model_is_loaded_once(target: str, draft: str, tmp_path: Path) -> None:
+    """For all methods, staged or not; a folder goes by its name, and where it lies is looked at for changes."""
+    elsewhere = Options(tmp_path, target=target, drafters=("staged:owner/name", f"ngram+staged:{draft}"))
+    assert elsewhere.draft_checkpoints == ("owner/name", draft)
+    assert elsewhere.as_dict()["drafters"] == ["staged:owner/name", "ngram+staged:small"]
+    options = Options(tmp_path, target=target, drafters=(draft, f"staged:{draft}"), dtypes=("float32",))
+    assert options.draft_models == (draft,)
+    for each in (elsewhere, options):
+        assert set(run.describe(each, [])["models"]) == {"target", "drafter small"}
+    bed = load_bed(options, "float32")
+    assert list(bed.ours) == ["", draft]
+    for drafts, kind in (("own", engine.StagedDraftModel), ("sampled", SampledStagedDrafts)):
+        ours = Ours(f"staged:{draft}", 2, drafts=drafts)
+        ours.prepare(bed, ONE)
+        assert type(ours._drafter) is kind and ours._drafter.model is bed.ours[draft][0]
 
 
 def test_draft_models_of_other_vocabularies(bench: Callable[..., Path], tmp_path: Path) -> None:
@@ -682,15 +708,17 @@ def test_ways_to_draft(bench: Callable[..., Path], draft: str) -> None:
 
 
 def test_ways_to_draft_of_others(bench: Callable[..., Path], draft: str, tmp_path: Path) -> None:
-    """Lookups have one way."""
-    drafters = ("ngram", "layer_skip:1", medusa(tmp_path), f"ngram+{draft}")
+    """Staged drafts can be sampled for a greedy target too; lookups have one way."""
+    head = medusa(tmp_path)
+    drafters = ("ngram", "layer_skip:1-1", head, f"staged:{draft}", f"ngram+staged:{draft}")
     words = ("-d", *drafters, "--drafts", "greedy", "sampled", "-T", "0", "1", "-k", "2", "--categories", "edit")
     found = summarize(read_records(bench(*words, baselines="plain", tokens="12")), "transformers plain")
     cold, warm = (
         [s.method.removeprefix("ours ").replace(" K=2", "") for s in summaries] for summaries in found.values()
     )
-    ours, first, last = ("layer_skip:1", "head", "ngram+small"), ["plain", "ngram"], ["transformers plain"]
-    assert cold == [*first, *ours, *last]
+    staged, first, last = "staged:small", ["plain", "ngram"], ["transformers plain"]
+    assert cold == [*first, "layer_skip:1-1", "head", staged, f"{staged}, sampled drafts", f"ngram+{staged}", *last]
+    ours = ("layer_skip:1-1", "head", staged, f"ngram+{staged}")
     assert warm == [*first, *(way for name in ours for way in (f"{name}, greedy drafts", name)), *last]
     for summary in next(iter(found.values()))[1:]:
         assert set(summary.compared_with("ours plain")) == {None}
@@ -698,7 +726,7 @@ def test_ways_to_draft_of_others(bench: Callable[..., Path], draft: str, tmp_pat
 
 def test_greedy_drafts_are_asked_of_every_stage(target: str, draft: str, tmp_path: Path) -> None:
     head = medusa(tmp_path)
-    drafters = (draft, f"suffix+{draft}", "layer_skip:1", head, f"ngram+{head}")
+    drafters = (draft, f"staged:{draft}", f"suffix+staged:{draft}", "layer_skip:1", head, f"ngram+{head}")
     bed = load_bed(Options(tmp_path, target=target, drafters=drafters, dtypes=("float32",)), "float32")
     for drafter in drafters:
         for drafts in ("own", "greedy"):

@@ -18,7 +18,7 @@ from engine.demo_prompts import find_model
 from engine.engine import eos_token_ids
 from engine.terminal import loading
 
-TARGET = ""  # the key of the target among the models; draft models go by the name that the user gave
+TARGET = ""  # the key of the target among the models; draft models go by the locations that the user gave
 
 
 @dataclass
@@ -95,7 +95,7 @@ def load_bed(options: Options, dtype: str) -> Bed:
     if main.tokenizer is None:
         raise ValueError(f"target must have a tokenizer, {target} has none")
     ours = {TARGET: (main.target_model, main.tokenizer)}
-    for name in options.draft_models:
+    for name in options.shared_models:
         draft = _load(name, main.target_model.dtype, str(main.target_model.device))
         ours[name] = (draft.target_model, draft.tokenizer)
     eos = frozenset() if options.ignore_eos else eos_token_ids(main.target_model, main.tokenizer)

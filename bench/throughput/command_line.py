@@ -56,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     )
     models.add_argument(
         "--drafters", "-d", nargs="*", metavar="DRAFTER",
-        help="what engine.load takes: ngram, suffix, layer_skip:N, models, heads, ngram+MODEL; or synthetic:A (not a real "
-        "drafter: right with probability A, to see the engine's own costs)",
+        help="what engine.load takes: ngram, suffix, layer_skip:N, layer_skip:0-7,28,29, models, staged:MODEL, heads, "
+        "ngram+MODEL; or synthetic:A (not a real drafter: right with probability A, to see the engine's own costs)",
     )  # fmt: skip
     models.add_argument(
         "--drafts",

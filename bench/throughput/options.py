@@ -11,7 +11,7 @@ import torch
 
 from bench.throughput.prompts import OWN_PROMPTS, TEMPLATES
 from engine.config import VERIFICATION_METHODS
-from engine.drafters.named import is_location, label, named, split_stages
+from engine.drafters.named import LAYER_SKIP, label, location, named, split_stages
 from engine.hub import may_be_hub_id
 
 BASELINES = ("plain", "lookup", "assistant", "compiled", "no-cache", "flashspec", "economize")
@@ -116,8 +116,11 @@ class Options:
         for drafter in self.drafters:
             if drafter.startswith("synthetic:"):
                 synthetic_acceptance(drafter)
-            for location in checkpoints(drafter):
-                check_source("drafter", location)
+            for place in checkpoints(drafter):
+                check_source("drafter", place)
+            for part in split_stages(drafter):
+                if part.startswith(LAYER_SKIP):
+                    named(part)  # which checks the layers
             known_as = drafter_label(drafter)
             if known_as in labels:
                 raise ValueError(
@@ -142,12 +145,17 @@ class Options:
     @property
     def draft_models(self) -> tuple[str, ...]:
         """The drafters that are models of their own, which other engines can use too."""
-        return tuple(drafter for drafter in self.drafters if _is_draft_model(drafter))
+        return tuple(drafter for drafter in self.drafters if is_draft_model(drafter) and location(drafter) == drafter)
+
+    @property
+    def shared_models(self) -> tuple[str, ...]:
+        """Where the draft models are that are loaded once for all methods: those that draft by themselves, staged or not."""
+        return tuple(dict.fromkeys(checkpoints(drafter)[0] for drafter in self.drafters if is_draft_model(drafter)))
 
     @property
     def draft_checkpoints(self) -> tuple[str, ...]:
         """Where all that is loaded for the drafters is, heads included."""
-        return tuple(location for drafter in self.drafters for location in checkpoints(drafter))
+        return tuple(place for drafter in self.drafters for place in checkpoints(drafter))
 
     def as_dict(self) -> dict[str, Any]:
         """All that changes what is measured, ready for JSON; files by their names, and not where it is written."""
@@ -185,21 +193,26 @@ def synthetic_acceptance(drafter: str) -> float:
 def checkpoints(drafter: str) -> list[str]:
     """The locations in a drafter's name."""
     synthetic = drafter.startswith("synthetic:")
-    return [] if synthetic else [part for part in split_stages(drafter) if is_location(part)]
+    return [] if synthetic else [place for part in split_stages(drafter) if (place := location(part)) is not None]
 
 
 def by_name(source: str) -> str:
     """A target's or drafter's name with files and folders by their last parts: where they lie is no one else's concern."""
     if source.startswith("synthetic:"):
         return source
-    return "+".join(
-        part if may_be_hub_id(part) and not Path(part).exists() else Path(part).name for part in split_stages(source)
-    )
+    return "+".join(_by_name(part) for part in split_stages(source))
+
+
+def _by_name(part: str) -> str:
+    place = location(part)
+    is_path = place is not None and (not may_be_hub_id(place) or Path(place).exists())
+    return label(part) if is_path else part
 
 
 @functools.cache
-def _is_draft_model(drafter: str) -> bool:
-    return checkpoints(drafter) == [drafter] and isinstance(named(drafter), str)
+def is_draft_model(drafter: str) -> bool:
+    """Whether it is a draft model, staged or not, and no cascade."""
+    return checkpoints(drafter) == [location(drafter)] and isinstance(named(drafter), str)
 
 
 def draws(drafter: str) -> bool:

@@ -10,8 +10,9 @@ import engine
 from bench.throughput.bed import Bed
 from bench.throughput.forwards import ForwardClock
 from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, Row
-from bench.throughput.options import drafter_label, synthetic_acceptance
+from bench.throughput.options import checkpoints, drafter_label, is_draft_model, synthetic_acceptance
 from bench.throughput.synthetic import SyntheticDrafter
+from engine.drafters.named import STAGED
 from engine.loading import Checkpoint, draft_model
 
 NOT_REAL = "not a real drafter"
@@ -23,6 +24,10 @@ class SampledDrafts(engine.DraftModel):
     def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
         warm = replace(state, temperature=torch.ones_like(state.temperature), all_greedy=False)
         return engine.Proposal(super().propose(warm, num_draft_tokens).tokens)
+
+
+class SampledStagedDrafts(SampledDrafts, engine.StagedDraftModel):
+    """Of a draft model that is decoded speculatively."""
 
 
 class Ours(Method):
@@ -90,12 +95,13 @@ class Ours(Method):
     def _make_drafter(self, bed: Bed) -> Any:
         if self.drafter is not None and self.synthetic:
             return SyntheticDrafter(synthetic_acceptance(self.drafter), bed.vocab_size, self._seed)
-        if self.drafter not in bed.ours:
+        if self.drafter is None or not is_draft_model(self.drafter):
             return self.drafter
-        model, tokenizer = bed.ours[self.drafter]
+        model, tokenizer = bed.ours[checkpoints(self.drafter)[0]]
+        staged = self.drafter.startswith(STAGED)
         if self.drafts == "sampled":
-            return SampledDrafts(model, tokenizer)
-        return draft_model(Checkpoint(bed.target, bed.tokenizer), Checkpoint(model, tokenizer))
+            return (SampledStagedDrafts if staged else SampledDrafts)(model, tokenizer=tokenizer)
+        return draft_model(Checkpoint(bed.target, bed.tokenizer), Checkpoint(model, tokenizer), staged)
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         params = [

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from bench.throughput.hf import Transformers, TransformersAssisted
 from bench.throughput.methods import Contest, Method
-from bench.throughput.options import Options, draws
+from bench.throughput.options import Options, draws, is_draft_model
 from bench.throughput.others import Economize, FlashSpec
 from bench.throughput.ours import Ours
 
@@ -48,7 +48,7 @@ def _ours(options: Options, contest: Contest) -> Iterator[Method]:
 def _ways_to_draft(options: Options, contest: Contest, drafter: str) -> list[str]:
     """ "own" is greedy for a greedy target, and sampled for a sampling one; a drafter that knows no other way has its own."""
     other = "greedy" if contest.temperature else "sampled"
-    knows_it = draws(drafter) if contest.temperature else drafter in options.draft_models
+    knows_it = draws(drafter) if contest.temperature else is_draft_model(drafter)
     return list(dict.fromkeys(way if way == other and knows_it else "own" for way in options.drafts))
 
 

@@ -1,6 +1,12 @@
-"""Drafters by name: "ngram", "suffix", "layer_skip:N", a packaged head, a checkpoint's location, or a cascade, "ngram+FOLDER"."""
+"""Drafters by name: "ngram", "suffix", "layer_skip:LAYERS", a packaged head, a checkpoint's location, "staged:LOCATION" for a
+draft model that is itself decoded speculatively, or a cascade, "ngram+FOLDER".
+
+LAYERS are a number, the target's first so many layers, or a set, which has a comma or a dash: "0-7,28,29" are layers 0 to 7, 28
+and 29, counted from 0, and "3-3" is layer 3 alone.
+"""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..heads import find_head
@@ -11,7 +17,9 @@ from .recognise import recognise
 from .suffix import SuffixDrafter
 
 CASCADE_MIN_NGRAM = 2  # a match of one token is right too seldom to take another drafter's place
+LAYER_SKIP, STAGED = "layer_skip:", "staged:"
 _FIRST_STAGE = re.compile(r"(ngram|suffix)\+(.*)", re.DOTALL)
+_LAYERS = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 
 
 def split_stages(name: str) -> list[str]:
@@ -21,29 +29,72 @@ def split_stages(name: str) -> list[str]:
 
 
 def named(name: str, in_cascade: bool = False) -> Drafter | str:
-    """The drafter of one part of a name; a location that holds no learned drafter is returned as it is: a draft model.
+    """The drafter of one part of a name; that of a draft model, MODEL or "staged:MODEL", is returned as it is.
 
     Raises:
-        ValueError: for a layer_skip without a number, or a damaged checkpoint.
+        ValueError: for a layer_skip without layers, a staged drafter without a draft model, or a damaged checkpoint.
         OSError: for a hub id that cannot be had.
     """
     if name == "ngram":
         return NGramDrafter(min_ngram=CASCADE_MIN_NGRAM) if in_cascade else NGramDrafter()
     if name == "suffix":
         return SuffixDrafter(min_ngram=CASCADE_MIN_NGRAM) if in_cascade else SuffixDrafter()
-    if name.startswith("layer_skip:"):
-        exit_layer = name.removeprefix("layer_skip:")
-        if not exit_layer.isdigit():
-            raise ValueError(f"drafter layer_skip:N must have a number of layers N, got {exit_layer!r}")
-        return LayerSkipDrafter(exit_layer=int(exit_layer))
+    if name.startswith(LAYER_SKIP):
+        return _layer_skip(name.removeprefix(LAYER_SKIP))
+    if name.startswith(STAGED):
+        _check_draft_model(name.removeprefix(STAGED))
+        return name
     return recognise(find_head(name) or name) or name
 
 
-def is_location(name: str) -> bool:
-    """Whether a part of a name says where a checkpoint is."""
-    return name not in ("ngram", "suffix") and not name.startswith("layer_skip:") and find_head(name) is None
+def _layer_skip(text: str) -> LayerSkipDrafter:
+    if _LAYERS.fullmatch(text):
+        if text.isdigit() and int(text) > 0:
+            return LayerSkipDrafter(exit_layer=int(text))
+        parts = [part.partition("-") for part in text.split(",")]
+        spans = [(int(first), int(last or first)) for first, _, last in parts]
+        layers = [layer for first, last in spans for layer in range(first, last + 1)]
+        if not text.isdigit() and all(a <= b for a, b in spans) and layers == sorted(set(layers)):
+            return LayerSkipDrafter(layers=layers)
+    raise ValueError(
+        f"drafter {LAYER_SKIP}... must have a number of layers >= 1, such as 8, or ascending layers, such as 0-7,28,29 "
+        f"(counted from 0; below 10000), got {text!r}"
+    )
+
+
+def layer_skip_name(layers: Sequence[int]) -> str:
+    """The name by which `named` knows this set of layers, which are ascending."""
+    spans: list[list[int]] = []
+    for layer in layers:
+        if spans and layer == spans[-1][1] + 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    alone = len(layers) == 1  # without a dash it would be a number of layers
+    return LAYER_SKIP + ",".join(f"{a}-{b}" if a < b or alone else str(a) for a, b in spans)
+
+
+def _check_draft_model(name: str) -> None:
+    """Of a staged drafter: only a model can be decoded speculatively."""
+    rule = f"drafter {STAGED}MODEL must have the hub id, folder or GGUF file of a draft model"
+    if not name or len(split_stages(name)) > 1 or location(name) != name:
+        raise ValueError(f"{rule}, got {name!r}")
+    if (head := recognise(name)) is not None:
+        raise ValueError(f"{rule}, got {name}, which holds a learned head ({type(head).__name__})")
+
+
+def location(part: str) -> str | None:
+    """Where the checkpoint is that a part of a name asks for; None if there is none, or the package has it."""
+    if part in ("ngram", "suffix") or part.startswith(LAYER_SKIP) or find_head(part) is not None:
+        return None
+    return part.removeprefix(STAGED)
 
 
 def label(name: str) -> str:
     """A name for tables: the last part of a location."""
-    return "+".join(Path(part).name if is_location(part) else part for part in split_stages(name))
+    return "+".join(map(_label, split_stages(name)))
+
+
+def _label(part: str) -> str:
+    place = location(part)
+    return part if place is None else part.removesuffix(place) + Path(place).name
