@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import philox
-from .numerics import SMALL, bounds, exp, exp_, finite_peak
+from .numerics import SMALL, argmax, bounds, exp, exp_, finite_peak
 from .records import DRAW_BLOCK
 
 
@@ -19,7 +19,7 @@ def draw_by_token(
     Every token has its own noise, so that two rows that are close draw the same token as often as they can.
     """
     noise = philox.gumbel(seed, position, origin, stream, log_weights.shape[-1])
-    return (log_weights + noise).argmax(dim=-1)
+    return argmax(log_weights + noise)
 
 
 def draw(log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int) -> Tensor:
@@ -30,9 +30,9 @@ def draw(log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | i
         return draw_by_token(log_weights, seed, position, origin, stream)
     mass = _block_mass(log_weights)
     noise = philox.gumbel(seed, position, origin, stream, mass.shape[-1], first=philox.BLOCK_LEVEL)
-    first = (mass.log_() + noise).argmax(dim=-1) * DRAW_BLOCK
+    first = argmax(mass.log_() + noise) * DRAW_BLOCK
     noise = philox.gumbel(seed, position, origin, stream, DRAW_BLOCK, first)
-    return first + (_block_at(log_weights, first) + noise).argmax(dim=-1)
+    return first + argmax(_block_at(log_weights, first) + noise)
 
 
 def _block_at(log_weights: Tensor, first: Tensor) -> Tensor:

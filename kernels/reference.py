@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from . import philox
 from .draw import draw, draw_by_token
-from .numerics import bounds, chunks, computed, finite, places, resize, take, those
+from .numerics import argmax, bounds, chunks, computed, finite, places, resize, take, those
 from .records import Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, log_residual
 from .rows import Rows, Temperatures
@@ -183,14 +183,14 @@ def verify(
 
 def _greedy_verdict(target: Tensor, draft_tokens: Tensor) -> Verdict | None:
     """By the argmaxes alone, which decide where all rows are greedy; None if a row may be no distribution."""
-    parts = [computed(rows).max(dim=-1) for (rows,) in chunks(target.shape[-1], target.flatten(0, 1))]
-    low, high = bounds(torch.cat([part.values for part in parts]))
+    parts = [argmax(computed(rows)) for (rows,) in chunks(target.shape[-1], target.flatten(0, 1))]
+    likeliest = torch.cat(parts).view(target.shape[:2])
+    low, high = bounds(target.gather(-1, likeliest[..., None]))
     if not -torch.inf < low <= high < torch.inf:
         return None
-    argmax = torch.cat([part.indices for part in parts]).view(target.shape[:2])
-    stands = (draft_tokens == argmax[:, :-1]).long().cumprod(dim=1)
+    stands = (draft_tokens == likeliest[:, :-1]).long().cumprod(dim=1)
     # Drafts that stand are the argmaxes, and so is what comes after them.
-    tokens = torch.cat([argmax[:, :1], argmax[:, 1:].where(stands > 0, -1)], dim=1)
+    tokens = torch.cat([likeliest[:, :1], likeliest[:, 1:].where(stands > 0, -1)], dim=1)
     num_accepted = stands.sum(dim=1)
     return Verdict(tokens, num_accepted, torch.zeros_like(num_accepted))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .numerics import CHUNK, bounds, chunks, computed, kept, log_sum_exp, resize, spread, take
+from .numerics import CHUNK, argmax, bounds, chunks, computed, kept, log_sum_exp, resize, spread, take
 from .records import GREEDY_BELOW, RowStats
 
 Filters = tuple[Tensor | None, Tensor | None, Tensor | None]  # top_k, top_p, min_p: [B] each
@@ -150,9 +150,11 @@ def _row_stats(
     never_greedy: bool,
 ) -> RowStats:
     if want_argmax or min_p is not None:
-        maximum, argmax = computed(logits).max(dim=-1)
+        values = computed(logits)
+        largest = argmax(values)
+        maximum = values.gather(-1, largest[..., None]).squeeze(-1)
     else:
-        maximum, argmax = None, logits.new_zeros(logits.shape[:-1], dtype=torch.int64)
+        maximum, largest = None, logits.new_zeros(logits.shape[:-1], dtype=torch.int64)
     threshold = computed(logits[..., :1]).new_full(logits.shape[:-1], -torch.inf)
     if top_k is not None or top_p is not None:
         threshold = _rank_threshold(computed(logits), scale, top_k, top_p)
@@ -166,7 +168,7 @@ def _row_stats(
     lse = log_sum_exp(logits, scale, None if unfiltered or bounds(threshold)[1] == -torch.inf else threshold)
     if not never_greedy and temperature is not None and maximum is not None:
         threshold = threshold.where(temperature >= GREEDY_BELOW, maximum)
-    return RowStats(threshold, lse, argmax)
+    return RowStats(threshold, lse, largest)
 
 
 def _rank_threshold(logits: Tensor, scale: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
