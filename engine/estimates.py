@@ -81,6 +81,7 @@ class Costs:
 
     def _forget(self) -> None:
         self._calls = self._mean_size = self._mean_seconds = self._spread = self._rise = 0.0
+        self._per_size = 0.0  # the slope of the line, in seconds
         self._seconds_of_0 = 0.0  # sum
         self._deviations.clear()
 
@@ -101,6 +102,8 @@ class Costs:
         # sums of squares and products around the means
         self._spread = self._KEEP * self._spread + calls / self._calls * off_size**2
         self._rise = self._KEEP * self._rise + calls / self._calls * off_size * off_seconds
+        believed = self._slope * self._mean_seconds / (1 + self._slope * self._mean_size)
+        self._per_size = max((self._rise + self._BELIEF * believed) / (self._spread + self._BELIEF), 0.0)
         deviation, count = self._deviations.get(size, (0.0, 0.0))
         self._deviations[size] = self._KEEP * deviation + seconds - self._line(size), self._KEEP * count + 1
         if not size:
@@ -121,9 +124,7 @@ class Costs:
         return max(self._line(size) + deviation / (count + self._CALLS), 1e-9)
 
     def _line(self, size: int) -> float:
-        believed = self._slope * self._mean_seconds / (1 + self._slope * self._mean_size)
-        rise = (self._rise + self._BELIEF * believed) / (self._spread + self._BELIEF)
-        return self._mean_seconds + max(rise, 0.0) * (size - self._mean_size)
+        return self._mean_seconds + self._per_size * (size - self._mean_size)
 
 
 def nearest(costs: "dict[int, Costs]", num_rows: int) -> "Costs | None":

@@ -487,16 +487,25 @@ def test_a_round_without_drafts_is_one_for_every_stage(blind: bool) -> None:
     assert [stage.seen for stage in stages] == [[([5], [[3]], [0])]] * 2
 
 
-def test_a_stage_that_looks_at_widths_alone_sees_those(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, where everything else that it would see is some launches."""
-    monkeypatch.setattr(BatchState, "can_look", False)
-    whole, narrow = Fixed([[7, 7]]), Fixed([[7, 7]])
-    narrow.observes_width_only = True  # type: ignore[attr-defined]
-    both, state = CascadeDrafter(whole, narrow), bare_state(1)
-    for tokens in ([[7, 3, -1]], [[4]], [[7, 7, 3]]):
-        both.observe(state, Verdict(torch.tensor(tokens), torch.tensor([1], dtype=torch.int32), torch.zeros(1)))
-    widths = [[len(tokens[0]) for _, tokens, _ in stage.seen] for stage in (whole, narrow)]
-    assert widths[0] == widths[1] == [3, 1, 1, 1, 3, 1, 1]
+@pytest.mark.parametrize("asked", [0, 3])
+def test_stages_that_look_at_widths_alone_see_those(asked: int, blind: bool) -> None:
+    """Everything else that they would see takes some operations, on a GPU launches."""
+    silent, some = [-1, -1, -1], [7, 7, -1]
+    for emitted in ([[7, 3, -1], [2, -1, -1]], [[4], [5]], [[7, 7, 7, 3], [7, 7, 5, -1]], [[9, -1], [7, 6]]):
+        for drafts in ([some, [7, 7, 7]], [[7, -1, -1], silent], [silent, some]):
+            seen = []
+            for narrow in (False, True):
+                stages = Fixed(drafts), Fixed([some, some])
+                for stage in stages:
+                    stage.observes_width_only = narrow  # type: ignore[attr-defined]
+                both, state = CascadeDrafter(*stages), bare_state(2)
+                if asked:
+                    both.propose(state, asked)
+                verdict = Verdict(torch.tensor(emitted), torch.tensor([1, 0], dtype=torch.int32), torch.zeros(2))
+                state.commit(verdict)
+                both.observe(state, verdict)
+                seen.append([[len(tokens[0]) for _, tokens, _ in stage.seen] for stage in stages])
+            assert seen[0] == seen[1] and all(seen[0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

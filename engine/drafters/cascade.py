@@ -131,10 +131,10 @@ class CascadeDrafter:
             rounds = self._longest if most else 1
             drafts = [torch.full_like(verdict.tokens[:, 1:], -1)] * len(self.stages) if most else []
         for stage, own in zip_longest(self.stages, drafts):
-            if rounds is not None and getattr(stage, "observes_width_only", False):  # each tensor would be a launch
-                narrow = verdict._replace(tokens=verdict.tokens[:, :1])
-                for each in [verdict] * (own is not None) + [narrow] * rounds:
-                    stage.observe(state, each)
+            if getattr(stage, "observes_width_only", False):  # on a GPU, each tensor would be a launch
+                widths = [] if own is None else [own.shape[1] + 1]
+                for width in widths + [1] * (_rounds_behind(own, verdict) if rounds is None else rounds):
+                    stage.observe(state, verdict._replace(tokens=verdict.tokens[:, :1].expand(-1, width)))
                 continue
             for seen in _as_seen_by(own, state, verdict, rounds):
                 stage.observe(*seen)
@@ -188,6 +188,17 @@ class _Behind:
             if found := lookup.continuation(self._slots[row], text, self._room[row]):
                 return found
         return []
+
+
+def _rounds_behind(drafts: Tensor | None, verdict: Verdict) -> int:
+    """How many rounds without drafts `_as_seen_by` tells of, looking."""
+    rounds = 0
+    own = [[]] * len(verdict.tokens) if drafts is None else drafts.tolist()
+    for row, proposed in zip(verdict.tokens.tolist(), own, strict=True):
+        emitted = [token for token in row if token >= 0]
+        stood = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(emitted[:-1], proposed, strict=False)))
+        rounds = max(rounds, len(emitted) - stood - (drafts is not None))
+    return rounds
 
 
 def _as_seen_by(
