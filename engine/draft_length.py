@@ -93,7 +93,7 @@ class AdaptiveLength(FixedLength):
         chances = [self._by_position.chances(row, positions, prior=0.6, carry=True) for row in rows]
         # As many are asked for as there may be, and `trim` decides. With several rows a drafter goes on for the surest of
         # them: by measure 5 to 8% slower at 4 and 16 rows than to be asked for as many as pay on average.
-        early = ends_early and self._judged_by_confidence and len(rows) == 1
+        early = ends_early and len(rows) == 1
         best = self._best(chances, len(rows), with_drafting=True, asked=most if early else None)
         # A drafter that suddenly knows what follows (a copied passage) is believed sooner than averages would.
         best = max(best, max(k for k in self.choices if k <= min(most, *(self._next.get(row, 0) for row in rows))))

@@ -192,6 +192,7 @@ class Server:
             filtered=any(p.temperature and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
             all_greedy=all(p.temperature == 0 for p in params),
             coupled=self._config.verification == "coupled",
+            may_end_early=len(requests) == 1 and self._config.num_draft_tokens == "auto",
         )
 
     def _launch(self, scheduler: Scheduler, unread: int) -> Launched:
@@ -214,7 +215,9 @@ class Server:
     def _ends_early(self, state: BatchState) -> bool:
         """Whether the drafter stops by itself where drafting on would not pay."""
         ends_early = getattr(self._round.drafter, "ends_early", None)
-        return ends_early is not None and not self._round.graphs.enabled and bool(ends_early(state))
+        return (
+            ends_early is not None and state.all_greedy and not self._round.graphs.enabled and bool(ends_early(state))
+        )
 
     def _trim(self, rows: list[int]) -> Callable[[Proposal], Proposal]:
         """What cuts proposals: nothing where looking at them means waiting, or where shapes are captured."""

@@ -45,6 +45,8 @@ class BatchState:
     filtered: bool = False  # some row uses top-k, top-p or min-p
     all_greedy: bool = True  # every row has temperature 0
     coupled: bool = False  # verification is "coupled": drafts are drawn with the target's own noise
+    # Drawn drafts may end where drafting on would not pay: one row, so that none depends on others, of an engine with "auto".
+    may_end_early: bool = False
 
     @classmethod
     def allocate(cls, num_slots: int, max_length: int, device: torch.device) -> "BatchState":
@@ -63,7 +65,7 @@ class BatchState:
         """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64.
 
         `known` are the fields that the host sets: max_text_length, max_limit, prompt_lengths, filtered,
-        all_greedy and coupled.
+        all_greedy, coupled and may_end_early.
         """
         cut: dict[str, Any] = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.type is Tensor}
         return replace(self, **cut, **known, rows=rows)

@@ -353,6 +353,20 @@ def test_drafting_ends_where_nothing_is_likely(small: PreTrainedModel, good: Any
     assert widths == {0.0: 3, 1.0: 1}
 
 
+@pytest.mark.parametrize(("num_draft_tokens", "num_prompts", "most"), [(3, 1, 3), ("auto", 2, 15), ("auto", 1, 1)])
+def test_drawn_drafts_end_early_where_nobody_can_tell(
+    small: PreTrainedModel, good: Any, num_draft_tokens: Any, num_prompts: int, most: int
+) -> None:
+    """Not where a seed's text would depend on it: with a number of drafts that is given, or of rows."""
+    drafter = EagleDrafter.from_pretrained(good["eagle3"][1], min_reach=1.0)
+    llm = engine.load(small, drafter, num_draft_tokens, max_batch_size=2)
+    asked = 3 if num_draft_tokens == 3 else 15
+    llm._server._lengths.choose = lambda rows, room, ends_early: min(asked, room)  # type: ignore[method-assign]
+    prompts = [[3, 4, 5, 6]] * num_prompts
+    llm.generate(prompts, engine.SamplingParams(temperature=0.9, seed=1, max_new_tokens=24, ignore_eos=True))
+    assert len(llm.stats.acceptance_per_position) == most
+
+
 # The law.
 
 

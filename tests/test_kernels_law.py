@@ -64,6 +64,33 @@ def test_full_drafts_that_end_early(probe: Probe, kind: str, length: int) -> Non
     assert error(emitted_law(probe, chain, padded, draft_logits, weight), chain) < EXACT
 
 
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafting_that_ends_by_what_was_drawn(probe: Probe, kind: str, filters: str) -> None:
+    """Behind a draft that is unlikely, no other is drawn: a drafter may stop by the drafts that there are."""
+    chain = random_chain(9, 4, 3, kind, FILTERS[filters])
+    assert stopped_law_error(probe, chain, keep_the_unlikely=True) < EXACT
+
+
+@pytest.mark.parametrize("filters", ["plain", "temperature"])
+def test_a_draft_that_is_dropped_for_what_it_is_is_caught(probe: Probe, filters: str) -> None:
+    """Negative control: what is unlikely is drawn and not proposed."""
+    chain = random_chain(9, 4, 3, "any", FILTERS[filters])
+    assert stopped_law_error(probe, chain, keep_the_unlikely=False) > 1e-3
+
+
+def stopped_law_error(probe: Probe, chain: Chain, keep_the_unlikely: bool) -> float:
+    drafts = chain.drafts()
+    draft_logits = chain.rows_of(chain.draft, drafts)
+    q = law(draft_logits, chain.filters).gather(-1, drafts[..., None]).squeeze(-1)
+    likely = (q.cumprod(dim=1) >= 0.3).long().cumprod(dim=1)
+    there = torch.cat([torch.ones_like(likely[:, :1]), likely[:, :-1]], dim=1) if keep_the_unlikely else likely
+    assert 0 < there[:, 1:].sum() < there[:, 1:].numel()
+    drawn = q.prod(dim=1) > 0
+    seen = drafts.where(there > 0, -1)
+    return error(emitted_law(probe, chain, seen[drawn], draft_logits[drawn], q.prod(dim=1)[drawn]), chain)
+
+
 class Adjusting(Probe):
     """`verify` with a bias and a mask that make the chain's logits of others, of which masked tokens are the likeliest."""
 

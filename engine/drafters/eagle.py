@@ -18,7 +18,7 @@ from .head_files import HeadFiles, read_head
 from .proposals import confidence, nothing, side_by_side
 
 # Where a draft is less likely than this to be accepted, the next is not worth a step of a tenth of a target call.
-MIN_REACH = 0.2
+MIN_REACH = 0.3
 
 
 class EagleDrafter:
@@ -32,8 +32,8 @@ class EagleDrafter:
         layers: the target's hidden states that it reads, in the counting of `HiddenStates`; None: those that EAGLE trains
             with (the last for EAGLE-1 and 2; layers 2, L/2 and L-3 for EAGLE-3).
         greedy: propose what is likeliest instead of drawing from the head's distribution.
-        min_reach: on a CPU, and where drafts are greedy, drafting ends when the product of the head's probabilities of its
-            drafts falls below this in every row; in [0, 1].
+        min_reach: on a CPU, where drafts are greedy or the state says that they may end early, drafting ends when the product
+            of the head's probabilities of its drafts falls below this in every row; in [0, 1].
         source: where the head is from, for messages.
 
     Raises:
@@ -162,23 +162,24 @@ class EagleDrafter:
                 at = state.seq_lens + step - 1
                 inside = ((at < state.limits) & can_draft[:, 0]).long()
                 hidden = self._call(state, tokens, at, inside, step, hidden)
-            tokens, logits, stats = self._draw(state, self.model.logits(hidden), step)
+            logits = self.model.logits(hidden)
+            tokens, stats, sure = self._draw(state, logits, step)
             drafts = tokens.where(can_draft, -1)
-            if one_hot:  # the stats of greedy rows: the largest logit, and the lse of all at temperature 1
-                sure = confidence(stats.threshold - stats.lse)
+            if one_hot:
                 yield Proposal(drafts, confidence=sure)
-                reach = reach * sure
-                if state.can_look and not bool((reach[state.active] >= self.min_reach).any()):
-                    return
             elif state.coupled:
                 yield Proposal(drafts)
             else:
                 stats = stats._replace(argmax=self._target_ids[stats.argmax.clamp(min=0)])
                 yield Proposal(drafts, self._of_target(logits), stats)
+            if self.ends_early(state):
+                reach = reach * sure
+                if not bool((reach[state.active] >= self.min_reach).any()):
+                    return
 
     def ends_early(self, state: BatchState) -> bool:
-        """Where drafts are greedy and can be looked at; see `min_reach`."""
-        return state.can_look and (self.greedy or state.all_greedy) and self.min_reach > 0
+        """See `min_reach`."""
+        return state.can_look and (self.greedy or state.all_greedy or state.may_end_early) and self.min_reach > 0
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Every new token of a row is one more position to read; a round with drafts began by reading those before."""
@@ -218,22 +219,19 @@ class EagleDrafter:
             hidden_states=features.to(self.ragged.dtype),
         )  # fmt: skip
 
-    def _draw(self, state: BatchState, logits: Tensor, step: int) -> tuple[Tensor, Tensor, RowStats]:
-        """Target ids [B, 1], -1 where logits are no distribution; the draft logits [B, 1, V_draft] and their stats."""
+    def _draw(self, state: BatchState, logits: Tensor, step: int) -> tuple[Tensor, RowStats, Tensor]:
+        """Target ids [B, 1] for draft logits [B, 1, V_draft], -1 where those are no distribution; the stats, and how sure
+        the head is of the tokens."""
+        sampling = {**state.sampling, "seed": state.seed, "position": state.position + step, "return_logprobs": True}
         if state.coupled and not (self.greedy or state.all_greedy):  # the target's noise goes by its ids
-            draws = sample(
-                self._of_target(logits), **state.sampling, seed=state.seed, position=state.position + step,
-                stream=SAMPLE,
-            )  # fmt: skip
-            return draws.tokens, logits, draws.stats
-        sampling = state.sampling
-        if self.greedy:
-            sampling = {**sampling, "temperature": torch.zeros_like(state.temperature)}
-        draws = sample(
-            logits, **sampling, seed=state.seed, position=state.position + step, origin=state.position, stream=DRAFT
-        )
-        tokens = self._target_ids[draws.tokens.clamp(min=0)].where(draws.tokens >= 0, -1)
-        return tokens, logits, draws.stats
+            tokens, stats, logprobs = sample(self._of_target(logits), **sampling, stream=SAMPLE)
+        else:
+            if self.greedy:
+                sampling["temperature"] = torch.zeros_like(state.temperature)
+            tokens, stats, logprobs = sample(logits, **sampling, origin=state.position, stream=DRAFT)
+            tokens = self._target_ids[tokens.clamp(min=0)].where(tokens >= 0, -1)
+        assert logprobs is not None
+        return tokens, stats, confidence(logprobs)
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """[..., V_draft] to [..., V_target]; what is in the target's vocabulary alone gets -inf."""
