@@ -1,0 +1,87 @@
+"""How many of a drafter's greedy drafts stand, position by position, where it always drafts as many as it is asked for.
+
+    python -m bench.acceptance --prompts spec_bench.jsonl --out acceptance.json
+
+Drafters that end their drafts early do not do so here: behind an unlikely draft, others are unlikely too, and all count.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import engine
+from bench.report import environment
+from bench.throughput.options import by_name
+from bench.throughput.prompts import OWN_PROMPTS, cut, read_prompts, render
+from engine.demo_prompts import find_model
+from engine.heads import DEFAULT_DRAFTER
+
+HEAD = DEFAULT_DRAFTER.rpartition("+")[2]  # the packaged one
+
+
+def measure(llm: engine.Engine, prompts: Sequence[list[int]], max_new_tokens: int) -> dict[str, Any]:
+    """Answer prompts greedily with an engine that has drafted nothing yet.
+
+    Returns:
+        `acceptance`: for each position, the share of its drafts that stand if those before them do; `block_efficiency`,
+        `rounds` and `new_tokens` as `Stats` has them.
+    """
+    for stage in getattr(llm.drafter, "stages", (llm.drafter,)):
+        if hasattr(stage, "min_reach"):
+            stage.min_reach = 0.0
+    llm.generate(prompts, engine.SamplingParams(max_new_tokens=max_new_tokens), progress=True)
+    stats = llm.stats
+    reached = [1.0, *stats.acceptance_per_position]  # that all up to this position stand
+    return {
+        "acceptance": [stands / before if before else 0.0 for before, stands in pairwise(reached)],
+        "block_efficiency": stats.block_efficiency,
+        "rounds": stats.rounds,
+        "new_tokens": stats.new_tokens,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.acceptance", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", "-t", metavar="MODEL", help="hub id, folder or GGUF file (SmolLM2-135M-Instruct)")
+    parser.add_argument("--drafter", "-d", default=HEAD, help="as engine.load takes it (default: %(default)s)")
+    parser.add_argument("--num-draft-tokens", "-k", type=int, default=4, metavar="K", help="default: %(default)s")
+    parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--batch-size", "-b", type=int, default=8, metavar="B", help="default: %(default)s")
+    parser.add_argument(
+        "--prompts", type=Path, default=OWN_PROMPTS, metavar="FILE", help="JSON lines; first turns count"
+    )
+    parser.add_argument("--max-prompt-tokens", type=int, default=700, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", "-n", type=int, default=96, metavar="N", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON, with versions and the machine")
+    options = parser.parse_args(arguments)
+    if options.out is not None and not options.out.resolve().parent.is_dir():
+        parser.error(f"--out must be in a folder that exists, got {options.out}")
+    try:
+        prompts = read_prompts(options.prompts)
+        target = options.target or find_model()
+        llm = engine.load(
+            target, options.drafter, options.num_draft_tokens, max_batch_size=options.batch_size, dtype=options.dtype
+        )
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+    ids = [cut(render(llm.tokenizer, prompt.turns[:1], [], "auto"), options.max_prompt_tokens) for prompt in prompts]
+    found = measure(llm, ids, options.max_new_tokens)
+    print("position: " + ", ".join(f"{i} {share:.3f}" for i, share in enumerate(found["acceptance"], 1)))
+    print(f"block efficiency {found['block_efficiency']:.2f}, {found['rounds']} rounds of {len(ids)} prompts")
+    if options.out is not None:
+        told = {name: value for name, value in vars(options).items() if name != "out"}
+        told |= {"target": by_name(str(target)), "drafter": by_name(options.drafter), "prompts": options.prompts.name}
+        result = {
+            "options": told,
+            "num_prompts": len(ids),
+            **found,
+            "environment": environment(llm.target_model.device.type),
+        }
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The benchmark of acceptance: its figures for drafters that are always and never right, its file, its bad input."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+import cli_fakes
+from tiny_models import random_prompts, tiny
+
+import engine
+from bench import acceptance
+
+checkpoint = cli_fakes.checkpoint  # a fixture
+
+
+def test_a_drafter_that_is_always_right() -> None:
+    target = tiny("llama")
+    drafter: Any = engine.DraftModel(target)
+    drafter.min_reach = 1.0  # which would end drafts early
+    llm = engine.load(target, drafter, num_draft_tokens=3)
+    found = acceptance.measure(llm, random_prompts(3), 21)
+    assert found["acceptance"] == [1.0] * 3 and found["new_tokens"] == 63
+    assert found["rounds"] == 18 and found["block_efficiency"] == 63 / 18
+    assert drafter.min_reach == 0.0
+
+
+def test_a_position_counts_where_those_before_it_stand() -> None:
+    """The second draft is always wrong: it is met in every round, the third in none."""
+    target = tiny("llama")
+
+    class SecondWrong(engine.DraftModel):
+        def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+            tokens = super().propose(state, num_draft_tokens).tokens
+            tokens[:, 1:2] = (tokens[:, 1:2] + 1) % 64
+            return engine.Proposal(tokens)
+
+    llm = engine.load(target, SecondWrong(target), num_draft_tokens=3)
+    assert acceptance.measure(llm, random_prompts(3), 21)["acceptance"] == [1.0, 0.0, 0.0]
+
+
+def test_the_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "found.json"
+    lines = [{"question_id": i, "category": "any", "turns": [f"Prompt number {i}"]} for i in range(3)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    words = f"-t {checkpoint} -d {checkpoint} -k 2 -n 6 --dtype float32 --prompts {prompts} --out {out}"
+    acceptance.main(words.split())
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["num_prompts"] == 3 and found["acceptance"][0] == 1.0
+    assert found["options"]["target"] == found["options"]["drafter"] == checkpoint.name
+    assert str(tmp_path) not in out.read_text(encoding="utf-8")
+    assert "block efficiency" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("--out {tmp}/none/found.json", "--out must be in a folder that exists"),
+        ("--prompts {tmp}/none.jsonl", "prompts must be an existing file"),
+        ("-k -1", "num_draft_tokens must be >= 0"),
+    ],
+)
+def test_bad_input(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, rule: str) -> None:
+    with pytest.raises(SystemExit):
+        acceptance.main(["-t", str(checkpoint), *words.format(tmp=tmp_path).split()])
+    assert rule in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""bench/throughput: the theory curve, rows, synthetic drafters, comparisons of texts, ratios."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+import throughput_runs
+from throughput_runs import ONE
+from tiny_models import greedy, random_prompts, tiny
+
+import engine
+from bench.throughput.compare import Comparer, log_prob_gap
+from bench.throughput.methods import Row, up_to_end
+from bench.throughput.summary import summarize
+from bench.throughput.synthetic import SyntheticDrafter
+from bench.throughput.theory import expected_acceptance, expected_speedup, expected_tokens, fitted_acceptance
+
+# fixtures
+one_thread = throughput_runs.one_thread
+
+
+# Theory.
+
+
+def test_expected_tokens_are_those_of_independent_coins() -> None:
+    for acceptance in (0.0, 0.3, 0.8, 1.0):
+        for k in (0, 1, 2, 5):
+            counts = [acceptance**n * (1 - acceptance) for n in range(k)] + [acceptance**k]  # n drafts stand
+            assert sum(counts) == pytest.approx(1)
+            mean = sum((n + 1) * p for n, p in enumerate(counts))
+            assert expected_tokens(acceptance, k) == pytest.approx(mean)
+            if acceptance < 1:
+                assert mean == pytest.approx((1 - acceptance ** (k + 1)) / (1 - acceptance))
+            if k:
+                assert expected_acceptance(acceptance, k) == pytest.approx((mean - 1) / k)
+    assert expected_speedup(0.8, 5, 0.0) == expected_tokens(0.8, 5)
+    assert expected_speedup(0.8, 5, 0.1) == pytest.approx(expected_tokens(0.8, 5) / 1.5)
+
+
+def test_fitted_acceptance() -> None:
+    for acceptance in (0.0, 0.37, 0.999, 1.0):
+        measured = {k: expected_tokens(acceptance, k) for k in (1, 3, 8)}
+        assert fitted_acceptance(measured) == pytest.approx(acceptance, abs=1e-4)
+    with pytest.raises(ValueError, match=r"tokens_per_round must have a K >= 1, got \[0\]"):
+        fitted_acceptance({0: 1.0})
+    for call, complaint in (
+        (lambda: expected_tokens(1.1, 2), r"acceptance must be in \[0, 1\], got 1.1"),
+        (lambda: expected_tokens(0.5, -1), "num_draft_tokens must be >= 0, got -1"),
+        (lambda: expected_speedup(0.5, 1, -1), "cost_ratio must be >= 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            call()
+
+
+# Rows, synthetic drafters, comparisons.
+
+
+def test_rows() -> None:
+    row = Row.of_rounds([1, 2, 3], [(0, 0), (3, 1), (2, 2), (1, 0)])
+    assert (row.rounds, row.draft_tokens, row.accepted_tokens) == (4, 6, 3)
+    assert row.acceptance_per_position == [2 / 3, 1 / 2, 0]
+    assert Row.of_rounds([], []).rounds == 0
+    assert up_to_end([3, 4, 9, 5], frozenset({9, 5})) == [3, 4, 9] and up_to_end([3, 4], frozenset({9})) == [3, 4]
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.9, 1.0])
+def test_synthetic_acceptance_is_what_was_asked_for(acceptance: float) -> None:
+    model = tiny("llama", max_position_embeddings=240)
+    prompts = random_prompts(8, seed=3)
+    plain = engine.load(model, drafter=None, max_batch_size=8).generate(
+        prompts, engine.SamplingParams(max_new_tokens=220)
+    )
+    drafter = SyntheticDrafter(acceptance, vocab_size=64, seed=5)
+    drafter.expect(prompts, [output.token_ids for output in plain])
+    llm = engine.load(model, drafter=drafter, num_draft_tokens=4, max_batch_size=8)
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=220))
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    stats = llm.stats
+    for position, measured in enumerate(stats.acceptance_per_position[:4]):
+        expected = acceptance ** (position + 1)  # of independent errors: the drafts before it stand too
+        assert abs(measured - expected) <= 4 * math.sqrt(expected * (1 - expected) / (0.9 * stats.rounds))
+    # Rounds that an answer's end cuts short: at most one of each row.
+    assert stats.block_efficiency == pytest.approx(expected_tokens(acceptance, 4), rel=0.06)
+
+
+def test_synthetic_drafters_refuse_nonsense() -> None:
+    with pytest.raises(ValueError, match=r"acceptance must be in \[0, 1\], got 1.1"):
+        SyntheticDrafter(1.1, 10)
+    with pytest.raises(ValueError, match="vocab_size must be >= 2, got 1"):
+        SyntheticDrafter(0.5, 1)
+
+
+def test_differences_and_gaps() -> None:
+    model = tiny("llama")
+    prompt = [5, 9, 13]
+    plain = greedy(model, prompt, 8)
+    other = [*plain[:5], (plain[5] + 1) % 64, 3, 3]
+    comparer = Comparer(model)
+    assert comparer.difference(prompt, list(plain), plain) is None
+    found = comparer.difference(prompt, other, plain)
+    assert found is not None and (found.position, found.token, found.plain_token) == (5, other[5], plain[5])
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt + plain[:5]])).logits[0, -1].log_softmax(dim=-1)
+    assert (
+        found.log_prob_gap == pytest.approx(float(logprobs[plain[5]] - logprobs[other[5]])) and found.log_prob_gap > 0
+    )
+    assert log_prob_gap(model, prompt, 4, 4) == 0
+    short = comparer.difference(prompt, plain[:3], plain)
+    assert short is not None and (short.position, short.token, short.log_prob_gap) == (3, None, None)
+
+
+def test_ratios_to_our_plain_are_call_by_call() -> None:
+    """Beside those to any other method, and not where plain failed."""
+
+    def record(method: str, group: str, seconds: float, error: str | None = None) -> dict[str, Any]:
+        about = {"contest": vars(ONE), "group": group, "turn": 0, "repeat": 0, "method": method, "error": error}
+        about |= {"group_category": "a", "synthetic": False, "num_draft_tokens": None, "drafter": None}
+        figures = {"seconds": seconds, "call_tokens": 12, "prefill_seconds": 1.0, "prefill_tokens": 0}
+        return about | ({} if error else figures)
+
+    times = {"ours plain": (4, 6, 2), "ours ngram K=5": (2, 8, 2), "transformers plain": (8, 8, 8)}
+    records = [record(name, str(i), seconds) for name, each in times.items() for i, seconds in enumerate(each)]
+    records[2] = record("ours plain", "2", 0, error="out of luck")
+    (found,) = summarize(records, "transformers plain").values()
+    plain, ours, others = found
+    assert (plain.ratios, plain.ratios_to_plain) == ([2, 8 / 6], [1, 1])
+    assert (ours.ratios, ours.ratios_to_plain) == ([4, 1, 4], [2, 0.75])
+    assert others.ratios_to_plain == [0.5, 0.75]
+    assert ours.outside_forwards is None  # records of older runs say nothing of it
+    for row in ours.rows:
+        row["forward_seconds"] = 0.9
+    assert ours.outside_forwards == pytest.approx(0.1)  # of 1, 7 and 1 seconds of rounds
