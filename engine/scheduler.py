@@ -56,6 +56,11 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self._waiting or self.prefilling or self.running)
 
+    @property
+    def queued(self) -> bool:
+        """Whether somebody is yet to run."""
+        return bool(self._waiting or self.prefilling)
+
     def admit(self) -> list[Request]:
         """Requests that have just been given a slot, by ascending slot."""
         admitted = []

@@ -204,7 +204,10 @@ class Server:
         room = max(request.limit - request.length for request in running.values()) - 1
         if self._round.graphs.enabled:
             room = max(room, self._lengths.num_draft_tokens)  # a shorter round would be another graph
-        asked = self._lengths.choose(rows, room, self._ends_early(state)) if self._round.drafter is not None else 0
+        remaining = None if scheduler.queued else [request.limit - request.length for request in running.values()]
+        asked = 0
+        if self._round.drafter is not None:
+            asked = self._lengths.choose(rows, room, self._ends_early(state), remaining)
         with torch.inference_mode():
             packed = self._round.run(state, asked, self._trim(rows))
             arrived = None

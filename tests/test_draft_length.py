@@ -198,6 +198,26 @@ def test_a_drafter_that_ends_early_is_asked_for_all_it_may_give_while_drafting_p
     assert lengths.choose([0], room=100) < 15  # of a drafter that does not
 
 
+def test_where_nobody_waits_the_row_that_ends_last_decides() -> None:
+    """Five rows of six are always right. If slots are taken again, their tokens count as much as those of the sixth."""
+    lengths, rows = AdaptiveLength(), list(range(6))
+
+    def choose(remaining: list[int] | None) -> int:
+        return lengths.choose(rows, room=100, remaining=remaining)
+
+    for row in rows:
+        lengths.begin(row)
+    for i in range(60):
+        asked = (0, 3)[i % 2]
+        for row in rows:
+            accepted = asked if row else 0
+            lengths.observe(row, [7] * (accepted + 1), accepted, asked, asked)
+        lengths.observe_times(6, asked, asked + 1, 0.05 * asked, 1 + 0.3 * asked)
+    assert choose(None) >= 3
+    assert choose([90] * 6) == 0
+    assert choose([10] + [90] * 5) >= 3  # it will not be the last
+
+
 def test_tokens_that_were_drawn_are_not_cut_by_what_they_are() -> None:
     lengths = AdaptiveLength()
     lengths.begin(0)
@@ -223,7 +243,7 @@ def test_rounds_without_drafts_leave_no_gap_in_a_draft_models_cache() -> None:
     target = tiny("llama", max_position_embeddings=128)
     llm = engine.load(target, drafter=target, num_draft_tokens="auto")
     chosen = iter([3, 0, 0, 0, 4, 0, 2] * 20)
-    llm._server._lengths.choose = lambda rows, room, ends_early: min(next(chosen), room)  # type: ignore[method-assign]
+    llm._server._lengths.choose = lambda rows, room, *told: min(next(chosen), room)  # type: ignore[method-assign]
     outputs = llm.generate(random_prompts(4), engine.SamplingParams(max_new_tokens=60))
     assert llm.stats.acceptance_rate == 1.0
     assert [o.token_ids for o in outputs] == [greedy(target, prompt, 60) for prompt in random_prompts(4)]

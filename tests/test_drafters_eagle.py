@@ -361,7 +361,7 @@ def test_drawn_drafts_end_early_where_nobody_can_tell(
     drafter = EagleDrafter.from_pretrained(good["eagle3"][1], min_reach=1.0)
     llm = engine.load(small, drafter, num_draft_tokens, max_batch_size=2)
     asked = 3 if num_draft_tokens == 3 else 15
-    llm._server._lengths.choose = lambda rows, room, ends_early: min(asked, room)  # type: ignore[method-assign]
+    llm._server._lengths.choose = lambda rows, room, *told: min(asked, room)  # type: ignore[method-assign]
     prompts = [[3, 4, 5, 6]] * num_prompts
     llm.generate(prompts, engine.SamplingParams(temperature=0.9, seed=1, max_new_tokens=24, ignore_eos=True))
     assert len(llm.stats.acceptance_per_position) == most
