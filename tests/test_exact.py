@@ -1,6 +1,7 @@
 """exact=True: the same tokens, bit for bit, with and without speculation, in bf16."""
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ QUESTIONS = [
     "List the days of the week, then list the days of the week backwards.",
 ]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
-NEW = 64
+NEW = 48
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
@@ -50,8 +51,9 @@ def texts(batch: int, **options: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def two_threads() -> Any:
+    """Unless other tests run beside these: threads that wait for each other on a busy core wait long."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(2 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1 else 1)
     yield
     torch.set_num_threads(before)
 
