@@ -216,7 +216,7 @@ class Server:
         return Launched(packed, arrived, running, asked, begin, self._round.clock.take())
 
     def _ends_early(self, state: BatchState) -> bool:
-        """Whether the drafter stops by itself where drafting on would not pay."""
+        """Whether the drafter stops by itself where drafting on would not pay, and what it drafts can be cut after it."""
         ends_early = getattr(self._round.drafter, "ends_early", None)
         return (
             ends_early is not None and state.all_greedy and not self._round.graphs.enabled and bool(ends_early(state))

@@ -52,7 +52,8 @@ def block_prefix(tests: DraftTests) -> Tensor:
 
 
 def block_test(p: Rows, q: Rows | None, tests: DraftTests, prefix: Tensor, u: Tensor) -> Tensor:
-    """[B, K] bool: whether the prefix of i = 1 ... K drafts passes its own test, u_i < h_i, where n drafts are fit:
+    """[B, K] bool, of which the longest prefix is right: whether that of i = 1 ... K drafts passes its own test, u_i < h_i,
+    where n drafts are fit. A shorter one whose r_i need not be known counts as failed.
 
     h_i = r_i / (r_i + 1 - s_i) for i < n, with r_i = sum over v of max(s_i p(v) - q(v), 0) in row i; h_n = s_n.
     """

@@ -31,7 +31,7 @@ QUESTIONS = [
     "List the days of the week, then list the days of the week backwards.",
 ]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
-NEW = 48
+NEW = 64
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
