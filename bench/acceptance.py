@@ -7,6 +7,7 @@ Drafters that end their drafts early do not do so here: behind an unlikely draft
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,17 +23,26 @@ from engine.heads import DEFAULT_DRAFTER
 HEAD = DEFAULT_DRAFTER.rpartition("+")[2]  # the packaged one
 
 
-def measure(llm: engine.Engine, prompts: Sequence[list[int]], max_new_tokens: int) -> dict[str, Any]:
+def measure(
+    llm: engine.Engine, prompts: Sequence[list[int]], categories: Sequence[str], max_new_tokens: int
+) -> dict[str, Any]:
     """Answer prompts greedily with an engine that has drafted nothing yet.
+
+    Args:
+        categories: of each prompt.
 
     Returns:
         `acceptance`: for each position, the share of its drafts that stand if those before them do; `block_efficiency`,
-        `rounds` and `new_tokens` as `Stats` has them.
+        `rounds` and `new_tokens` as `Stats` has them; `categories`: the block efficiency in each.
     """
     for stage in getattr(llm.drafter, "stages", (llm.drafter,)):
         if hasattr(stage, "min_reach"):
             stage.min_reach = 0.0
-    llm.generate(prompts, engine.SamplingParams(max_new_tokens=max_new_tokens), progress=True)
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=max_new_tokens), progress=True)
+    by_category: dict[str, engine.Stats] = defaultdict(engine.Stats)
+    for output, category in zip(outputs, categories, strict=True):
+        by_category[category].rounds += output.stats.rounds
+        by_category[category].new_tokens += output.stats.new_tokens
     stats = llm.stats
     reached = [1.0, *stats.acceptance_per_position]  # that all up to this position stand
     return {
@@ -40,6 +50,7 @@ def measure(llm: engine.Engine, prompts: Sequence[list[int]], max_new_tokens: in
         "block_efficiency": stats.block_efficiency,
         "rounds": stats.rounds,
         "new_tokens": stats.new_tokens,
+        "categories": {category: counts.block_efficiency for category, counts in by_category.items()},
     }
 
 
@@ -68,9 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     ids = [cut(render(llm.tokenizer, prompt.turns[:1], [], "auto"), options.max_prompt_tokens) for prompt in prompts]
-    found = measure(llm, ids, options.max_new_tokens)
+    found = measure(llm, ids, [prompt.category for prompt in prompts], options.max_new_tokens)
     print("position: " + ", ".join(f"{i} {share:.3f}" for i, share in enumerate(found["acceptance"], 1)))
     print(f"block efficiency {found['block_efficiency']:.2f}, {found['rounds']} rounds of {len(ids)} prompts")
+    print("by category: " + ", ".join(f"{name} {value:.2f}" for name, value in found["categories"].items()))
     if options.out is not None:
         told = {name: value for name, value in vars(options).items() if name != "out"}
         told |= {"target": by_name(str(target)), "drafter": by_name(options.drafter), "prompts": options.prompts.name}

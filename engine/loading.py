@@ -1,35 +1,19 @@
 """From what a user names (hub id, folder, GGUF file, live model) to an engine."""
 
-import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
+from transformers import PreTrainedModel
 
 from . import parallel
+from .checkpoints import Checkpoint, read_checkpoint, read_tokenizer
 from .config import EngineConfig, check_bool
-from .drafters import CascadeDrafter, Drafter, DraftModel, StagedDraftModel
-from .drafters.intersection import IntersectionDraftModel
+from .drafters import CascadeDrafter, Drafter, DraftModel
+from .drafters.by_tokenizer import check_draft_model, draft_model
 from .drafters.named import STAGED, named, split_stages
 from .drafters.reencoding import ReencodingDraftModel
-from .drafters.vocabulary import SharedVocabulary, difference
 from .engine import Engine
-from .hub import may_be_hub_id
-from .packing import pack_linears
-from .support import check_config, vocab_size
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A loaded model and its tokenizer, if it has one."""
-
-    model: PreTrainedModel
-    tokenizer: Any
 
 
 def load(
@@ -84,7 +68,7 @@ def load(
     dtype, num_ranks = _dtype(dtype, target), _num_ranks(tensor_parallel, target, device)
     device = _device(device, target)
     if isinstance(tokenizer, str | Path) and str(tokenizer):
-        tokenizer = _read_tokenizer(str(tokenizer), "tokenizer")
+        tokenizer = read_tokenizer(str(tokenizer), "tokenizer")
     if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise ValueError(f"tokenizer must be a tokenizer of transformers, a folder or a hub id, got {tokenizer!r:.100}")
     if drafter is not None and not isinstance(drafter, str | Path | PreTrainedModel | Drafter):
@@ -97,7 +81,7 @@ def load(
     if drafter == "none":
         raise ValueError("drafter must be None for plain decoding, got 'none'")
     stages = _stages(drafter)
-    main = _checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
+    main = read_checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
     drafters = [_drafter(main, stage) for stage in stages]
     whole = drafters[0] if len(drafters) == 1 else CascadeDrafter(*drafters) if drafters else None
     return Engine(main.model, main.tokenizer, whole, config)
@@ -115,94 +99,15 @@ def _stages(drafter: Any) -> list[Any]:
 
 def _drafter(main: Checkpoint, stage: Any) -> Drafter:
     if isinstance(stage, str):
-        draft = _checkpoint(stage.removeprefix(STAGED), "drafter", main.model.dtype, main.model.device, None)
+        draft = read_checkpoint(stage.removeprefix(STAGED), "drafter", main.model.dtype, main.model.device, None)
         stage = draft_model(main, draft, staged=stage.startswith(STAGED))
     elif isinstance(stage, PreTrainedModel):
         stage = draft_model(main, Checkpoint(stage, None))
     for part in getattr(stage, "stages", (stage,)):
         if isinstance(part, DraftModel | ReencodingDraftModel):
-            _check_draft_model(main, part)
+            check_draft_model(main, part)
     found: Drafter = stage
     return found
-
-
-def _checkpoint(
-    source: Any, role: str, dtype: Any, device: torch.device, tokenizer: Any, num_ranks: int | None = None
-) -> Checkpoint:
-    """Load a model to the device; with `num_ranks`, this rank's slices of it to this rank's device."""
-    if isinstance(source, PreTrainedModel):
-        return Checkpoint(source, tokenizer)
-    if not isinstance(source, str | Path) or not str(source):
-        raise ValueError(f"{role} must be a hub id, a path or a PreTrainedModel, got {source!r}")
-    location = _locate(str(source), role, dtype)
-    try:
-        config = AutoConfig.from_pretrained(location)
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{role} must be a checkpoint that transformers knows, got {source}: {error}") from error
-    check_config(config, role)
-    options: dict[str, Any] = {}
-    if num_ranks is not None:
-        parallel.check_divisible(config, num_ranks, role)
-        device = parallel.join()
-        if num_ranks > 1:
-            options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **options)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # safetensors and transformers have many kinds for damaged weights
-        raise ValueError(f"{role} must be an intact checkpoint; loading {source} failed: {error}") from error
-    if tokenizer is None:
-        tokenizer = _tokenizer(location, role)
-    if not options:  # slices are where they belong
-        model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
-        pack_linears(model)
-    return Checkpoint(model, tokenizer)
-
-
-def _locate(source: str, role: str, dtype: Any) -> str:
-    """A folder with safetensors, or a hub id."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise ValueError(f"{role} must be a GGUF file, a folder or a hub id, got the file {path}")
-        from .gguf import converted
-
-        return str(converted(path, torch.bfloat16 if dtype == "auto" else dtype, role))
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{role} must be a folder with a config.json, got {path} without one")
-        return str(path)
-    if not may_be_hub_id(source):
-        raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}, which does not exist")
-    return source
-
-
-def _tokenizer(location: str, role: str) -> Any:
-    """The checkpoint's tokenizer, or None where it has none: prompts are token ids then."""
-    folder = Path(location)
-    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    return _read_tokenizer(location, role)
-
-
-def _read_tokenizer(location: str, role: str) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(location)
-    except (OSError, ImportError, MemoryError):
-        raise
-    except Exception as error:  # of many kinds, one of them Rust's
-        raise ValueError(f"{role} must have an intact tokenizer; reading that of {location} failed: {error}") from error
-
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
 
 
 def _dtype(dtype: Any, target: Any) -> Any:
@@ -252,51 +157,3 @@ def _num_ranks(tensor_parallel: Any, target: Any, device: Any) -> int | None:
     if device != "auto":
         raise ValueError(f"device must be 'auto' for tensor_parallel: each process has its own, got {device!r}")
     return parallel.world_size()
-
-
-def draft_model(main: Checkpoint, draft: Checkpoint, staged: bool = False) -> DraftModel | ReencodingDraftModel:
-    """The kind of drafter that the two tokenizers allow.
-
-    Args:
-        staged: it is to be decoded speculatively, and needs the target's tokenizer, which is not looked at here.
-    """
-    if staged:
-        return StagedDraftModel(draft.model, tokenizer=draft.tokenizer)
-    if None in (main.tokenizer, draft.tokenizer) or not difference(main.tokenizer, draft.tokenizer):
-        return DraftModel(draft.model, draft.tokenizer)
-    sizes = vocab_size(draft.model), vocab_size(main.model)
-    share = SharedVocabulary(draft.tokenizer, main.tokenizer, *sizes).share
-    kind = IntersectionDraftModel if share >= _LEAST_SHARE else ReencodingDraftModel
-    logger.info("%s: the drafter has another tokenizer, which shares %.0f%% of its tokens", kind.__name__, 100 * share)
-    if kind is ReencodingDraftModel:
-        return ReencodingDraftModel(draft.model, draft.tokenizer, main.tokenizer)
-    return IntersectionDraftModel(draft.model, draft.tokenizer, main.tokenizer)
-
-
-_LEAST_SHARE = 0.25  # of the smaller vocabulary: with less, drafting in shared tokens only finds too little to say
-
-
-def _check_draft_model(main: Checkpoint, drafter: DraftModel | ReencodingDraftModel) -> None:
-    """Both must give every id the same meaning, unless the drafter translates. Vocabularies may be padded to different sizes.
-
-    Raises:
-        ValueError: with the first id that differs.
-    """
-    model = drafter.model
-    if model.device != main.model.device:
-        raise ValueError(f"drafter must be on the target's device {main.model.device}, got {model.device}")
-    if isinstance(drafter, IntersectionDraftModel | ReencodingDraftModel):
-        return
-    sizes = [vocab_size(m) for m in (main.model, model)]
-    if main.tokenizer is None or drafter.tokenizer is None:
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"drafter must have the target's vocabulary of {sizes[0]} ids, got {sizes[1]}; where they differ by padding, "
-                f"pass engine.DraftModel(model, tokenizer=...) and the target's tokenizer, to be compared"
-            )
-        return
-    if found := difference(main.tokenizer, drafter.tokenizer):
-        raise ValueError(
-            f"drafter must have the target's tokenizer, but {found}; IntersectionDraftModel and ReencodingDraftModel "
-            f"draft with another one"
-        )

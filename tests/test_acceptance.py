@@ -23,7 +23,8 @@ def test_a_drafter_that_is_always_right() -> None:
     drafter: Any = engine.DraftModel(target)
     drafter.min_reach = 1.0  # which would end drafts early
     llm = engine.load(target, drafter, num_draft_tokens=3)
-    found = acceptance.measure(llm, random_prompts(3), 21)
+    found = acceptance.measure(llm, random_prompts(3), ["one", "two", "one"], 21)
+    assert found["categories"] == {"one": 42 / 12, "two": 21 / 6}
     assert found["acceptance"] == [1.0] * 3 and found["new_tokens"] == 63
     assert found["rounds"] == 18 and found["block_efficiency"] == 63 / 18
     assert drafter.min_reach == 0.0
@@ -40,7 +41,7 @@ def test_a_position_counts_where_those_before_it_stand() -> None:
             return engine.Proposal(tokens)
 
     llm = engine.load(target, SecondWrong(target), num_draft_tokens=3)
-    assert acceptance.measure(llm, random_prompts(3), 21)["acceptance"] == [1.0, 0.0, 0.0]
+    assert acceptance.measure(llm, random_prompts(3), ["any"] * 3, 21)["acceptance"] == [1.0, 0.0, 0.0]
 
 
 def test_the_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

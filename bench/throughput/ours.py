@@ -12,8 +12,9 @@ from bench.throughput.forwards import ForwardClock
 from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, Row
 from bench.throughput.options import checkpoints, drafter_label, is_draft_model, synthetic_acceptance
 from bench.throughput.synthetic import SyntheticDrafter
+from engine.checkpoints import Checkpoint
+from engine.drafters.by_tokenizer import draft_model
 from engine.drafters.named import STAGED
-from engine.loading import Checkpoint, draft_model
 
 NOT_REAL = "not a real drafter"
 

@@ -1,0 +1,119 @@
+"""Models and tokenizers from a hub id, a folder or a GGUF file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from . import parallel
+from .hub import may_be_hub_id
+from .packing import pack_linears
+from .support import check_config
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model and its tokenizer, if it has one."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+
+
+def read_checkpoint(
+    source: Any, role: str, dtype: Any, device: torch.device, tokenizer: Any, num_ranks: int | None = None
+) -> Checkpoint:
+    """Load a model to the device; a live one is left as it is.
+
+    Args:
+        role: the argument that named it, for messages.
+        dtype: "auto" or a torch dtype.
+        tokenizer: in place of the checkpoint's.
+        num_ranks: load this rank's slices of it, to this rank's device.
+
+    Raises:
+        ValueError: for a damaged checkpoint, or one of an architecture that transformers does not know.
+        FileNotFoundError: for a path that does not exist.
+        UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
+        OSError: for a hub id that cannot be had.
+    """
+    if isinstance(source, PreTrainedModel):
+        return Checkpoint(source, tokenizer)
+    if not isinstance(source, str | Path) or not str(source):
+        raise ValueError(f"{role} must be a hub id, a path or a PreTrainedModel, got {source!r}")
+    location = _locate(str(source), role, dtype)
+    try:
+        config = AutoConfig.from_pretrained(location)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{role} must be a checkpoint that transformers knows, got {source}: {error}") from error
+    check_config(config, role)
+    options: dict[str, Any] = {}
+    if num_ranks is not None:
+        parallel.check_divisible(config, num_ranks, role)
+        device = parallel.join()
+        if num_ranks > 1:
+            options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **options)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # safetensors and transformers have many kinds for damaged weights
+        raise ValueError(f"{role} must be an intact checkpoint; loading {source} failed: {error}") from error
+    if tokenizer is None:
+        tokenizer = _tokenizer(location, role)
+    if not options:  # slices are where they belong
+        model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
+        pack_linears(model)
+    return Checkpoint(model, tokenizer)
+
+
+def _locate(source: str, role: str, dtype: Any) -> str:
+    """A folder with safetensors, or a hub id."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"{role} must be a GGUF file, a folder or a hub id, got the file {path}")
+        from .gguf import converted
+
+        return str(converted(path, torch.bfloat16 if dtype == "auto" else dtype, role))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{role} must be a folder with a config.json, got {path} without one")
+        return str(path)
+    if not may_be_hub_id(source):
+        raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}, which does not exist")
+    return source
+
+
+def _tokenizer(location: str, role: str) -> Any:
+    """The checkpoint's tokenizer, or None where it has none: prompts are token ids then."""
+    folder = Path(location)
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    return read_tokenizer(location, role)
+
+
+def read_tokenizer(location: str, role: str) -> Any:
+    """A folder's or a hub id's.
+
+    Raises:
+        ValueError: for a damaged one.
+        OSError: for a hub id that cannot be had.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(location)
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # of many kinds, one of them Rust's
+        raise ValueError(f"{role} must have an intact tokenizer; reading that of {location} failed: {error}") from error
