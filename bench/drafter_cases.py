@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import engine
 from engine.drafters.eagle_model import EagleModel
-from engine.drafters.medusa import MedusaHeads
+from engine.drafters.medusa_model import MedusaHeads
 from engine.drafters.mlp import MlpSpeculator
 from engine.training.eagle3 import head_config
 

@@ -28,7 +28,8 @@ from transformers import PreTrainedModel
 
 import engine
 from engine.drafters.head_files import read_head
-from engine.drafters.medusa import MedusaDrafter, MedusaHeads
+from engine.drafters.medusa import MedusaDrafter
+from engine.drafters.medusa_model import MedusaHeads
 
 CONFIG = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "some/target"}
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import engine
 from engine.drafters.eagle_model import EagleModel, eagle_config
 from engine.drafters.intersection import IntersectionDraftModel
-from engine.drafters.medusa import MedusaHeads
+from engine.drafters.medusa_model import MedusaHeads
 from engine.drafters.mlp import MlpSpeculator
 from engine.drafters.reencoding import ReencodingDraftModel
 from engine.drafters.staged import StagedDraftModel

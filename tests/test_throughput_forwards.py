@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not in
 import engine
 from bench.throughput import forwards
 from bench.throughput.forwards import ForwardClock
-from engine.drafters.medusa import MedusaHeads
+from engine.drafters.medusa_model import MedusaHeads
 
 K = 3
 PARAMS = engine.SamplingParams(max_new_tokens=14)

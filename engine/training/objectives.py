@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import check_int
-from ..drafters.medusa import MedusaDrafter, MedusaHeads
+from ..drafters.medusa import MedusaDrafter
+from ..drafters.medusa_model import MedusaHeads
 from ..drafters.mlp import MlpSpeculator, MlpSpeculatorDrafter
 from .batches import Batch
 from .target_head import TargetHead, weight_of
