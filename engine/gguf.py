@@ -15,7 +15,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,7 +36,7 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
         ValueError: if the file is no GGUF file, or is truncated.
         OSError: if the cache folder cannot be written (the environment variable SPECULATIVE_ENGINE_CACHE moves it).
     """
-    root = Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("speculative-engine"))
+    root = _cache_root()
     folder = root / f"{path.stem}-{str(dtype).removeprefix('torch.')}-{_fingerprint(path)}"
     if folder.exists():
         if _is_intact(folder):
@@ -57,6 +56,14 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
             if not _is_intact(folder):
                 raise
     return folder
+
+
+def _cache_root() -> Path:
+    if given := os.environ.get(CACHE_VARIABLE):
+        return Path(given)
+    import platformdirs  # not before it is needed: all else works without it
+
+    return Path(platformdirs.user_cache_dir("speculative-engine"))
 
 
 def _convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
