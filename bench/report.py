@@ -32,7 +32,8 @@ load average at the start that is not near 0 means that others were at work, and
 def environment(device: str) -> dict[str, Any]:
     """Device, driver, versions and date."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip}
-    for package in ("torch", "triton", "transformers", "pytest", "pytest-benchmark", "vllm", "flashinfer-python"):
+    versions["torch"] = torch.__version__  # with what it was built for
+    for package in ("triton", "transformers", "pytest", "pytest-benchmark", "vllm", "flashinfer-python"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

@@ -3,6 +3,8 @@
 import inspect
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -29,8 +31,10 @@ _RECURRENT = {
     "xlstm",
 }
 # What copies from the host or waits for the device inside a forward cannot be captured in a CUDA graph: falcon indexes with
-# lists in every layer, and dynamic rotary embeddings look at the longest position.
+# lists in every layer, and dynamic rotary embeddings look at the longest position, as longrope did before transformers 5.21.
 _EAGER_TYPES, _EAGER_ROPE = {"falcon"}, {"dynamic"}
+if Version(transformers.__version__) < Version("5.21"):
+    _EAGER_ROPE.add("longrope")
 
 
 def check_config(config: PretrainedConfig, role: str) -> None:

@@ -1,5 +1,7 @@
 """`rejection` and the filters against what transformers' own generate() does, at the sizes that it meets."""
 
+from inspect import signature
+
 import pytest
 import torch
 from chains import FILTERS, Chain, Filters, Probe, drawn_law, g_test, law, random_chain, rows
@@ -11,6 +13,8 @@ from transformers.generation.utils import _speculative_sampling
 from engine.kernels import ops, reference
 
 VOCAB, NUM_DRAFTS = 5, 2
+# transformers before 5.18 also asks whether the text ends with the drafts.
+NOT_DONE = {"is_done_candidate": False} if "is_done_candidate" in signature(_speculative_sampling).parameters else {}
 
 
 def drawn_drafts(chain: Chain, count: int) -> Tensor:
@@ -27,7 +31,9 @@ def rounds_of_transformers(chain: Chain, drafts: Tensor) -> Tensor:
     target, draft = (law(chain.rows_of(tables, drafts), chain.filters).log() for tables in (chain.target, chain.draft))
     emitted = torch.full((len(drafts), NUM_DRAFTS + 1), -1)
     for i in range(len(drafts)):
-        tokens, _ = _speculative_sampling(drafts[i : i + 1], draft[i : i + 1], NUM_DRAFTS, target[i : i + 1])
+        tokens, _ = _speculative_sampling(
+            drafts[i : i + 1], draft[i : i + 1], NUM_DRAFTS, target[i : i + 1], **NOT_DONE
+        )
         emitted[i, : tokens.shape[1]] = tokens[0]
     return emitted
 

@@ -59,7 +59,7 @@ def ragged_batch(target: PreTrainedModel) -> Batch:
 
 def eagle(target: PreTrainedModel, reduced: bool = True, freeze_head: bool = False) -> Eagle3Training:
     """Untrained; all its weights can be held in bfloat16, and are held in float32."""
-    torch.manual_seed(3)
+    torch.manual_seed(6)
     ids = torch.arange(1, VOCAB, 2) if reduced else torch.arange(VOCAB)
     module = Eagle3Training(target, LAYERS, ids, num_steps=STEPS, freeze_head=freeze_head)
     return rounded(module)

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,24 @@ class Steps(StoppingCriteria):
             self.first_seconds = time.perf_counter() - self._begin
         self.lengths.append(input_ids.shape[1])
         return self._never
+
+
+class AssistedSteps(Steps):
+    """transformers before 5.18 also asks about the drafts, before the target has seen them: that is no step.
+
+    Args:
+        calls: grows by one with each target call.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device, calls: Sequence[int]) -> None:
+        super().__init__(num_rows, device)
+        self._calls, self._known = calls, 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Tensor:
+        if len(self._calls) == self._known:
+            return self._never
+        self._known = len(self._calls)
+        return super().__call__(input_ids, scores, **more)
 
 
 class Transformers(Method):
@@ -61,7 +80,7 @@ class Transformers(Method):
         padded = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
         torch.manual_seed(seeds[0])
-        steps = Steps(len(prompts), device)
+        steps = self._steps(len(prompts))
         generate: Any = self._model.generate
         with torch.no_grad():
             texts = generate(
@@ -71,6 +90,9 @@ class Transformers(Method):
         rows = [up_to_end(row[longest:], self._bed.eos_token_ids) for row in texts.tolist()]
         first = (steps.lengths[0] - longest) * len(rows)
         return Call([self._row(ids, longest, steps) for ids in rows], steps.first_seconds, first)
+
+    def _steps(self, num_rows: int) -> Steps:
+        return Steps(num_rows, self._bed.device)
 
     def _row(self, token_ids: list[int], prompt_length: int, steps: Steps) -> Row:
         return Row.plain(token_ids)
@@ -115,6 +137,9 @@ class TransformersAssisted(Transformers):
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         self._widths.clear()
         return super().generate(prompts, seeds, max_new_tokens)
+
+    def _steps(self, num_rows: int) -> Steps:
+        return AssistedSteps(num_rows, self._bed.device, self._widths)
 
     def _row(self, token_ids: list[int], prompt_length: int, steps: Steps) -> Row:
         """The first call reads the prompt and drafts behind it, each later one the last token and drafts behind it."""
