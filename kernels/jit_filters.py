@@ -14,6 +14,8 @@ row swept again; a row of at most SAMPLES tokens is its own sample and needs no 
 and a third time where its tokens are drawn from; once more only for top-p behind a top-k of thousands.
 """
 
+from inspect import signature
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,8 @@ from .jit_rows import LANES, LOG2_E, block_sum, fetch, read, rest_at, vocab_size
 SAMPLES, CANDIDATES = 4096, 11264
 _SAMPLES, _CANDIDATES = tl.constexpr(SAMPLES), tl.constexpr(CANDIDATES)
 _SWEEP = tl.constexpr(512)  # tokens of a step of a sweep, for each block of a tile
+# Triton 3.9 announces that 3.10 will not have it: elements are then moved through shared memory to be flat.
+_ANY_ORDER = tl.constexpr("can_reorder" in signature(tl.reshape).parameters)
 
 
 @triton.jit
@@ -99,7 +103,7 @@ def _flat(number, x, SIZE: tl.constexpr):
     """An int32 and a float32 tensor of SIZE elements as vectors of one and whatever order: stored from there, they stay in the
     registers where they are. Packed into one meanwhile, so that it is the same order for both."""
     both = (number.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    both = tl.reshape(both, [SIZE], can_reorder=True)
+    both = tl.reshape(both, [SIZE], can_reorder=True) if _ANY_ORDER else tl.reshape(both, [SIZE])
     return (both >> 32).to(tl.int32), both.to(tl.int32).to(tl.float32, bitcast=True)
 
 

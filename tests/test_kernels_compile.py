@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import triton
-from packaging.version import Version
 
 from engine.kernels.ops import METHODS
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
-# Bytes a thread. What comes with Triton 3.6 spills some of the same variants, by 8 to 88.
-MOST_SPILLED = 0 if Version(triton.__version__) >= Version("3.7") else 88
+# Bytes a thread, by version of Triton where it is not 0: a few variants, which 3.7 compiles without.
+MOST_SPILLED = {"3.6": 88, "3.9": 24}.get(triton.__version__.rpartition(".")[0], 0)
 KERNELS = {"row_stats_kernel", "sample_kernel", "verify_kernel", "residual_kernel"}
 
 
