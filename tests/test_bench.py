@@ -306,6 +306,14 @@ def test_report_on_cpu(tiny_report: None, tmp_path: Path, capsys: pytest.Capture
     assert "against transformers, B=8 K=4 V=500 fp32" in capsys.readouterr().out
 
 
+def test_the_report_starts_without_what_only_gguf_files_need() -> None:
+    """A checkout is carried to GPU machines where nothing can be installed."""
+    absent = "import sys; sys.modules.update(gguf=None, platformdirs=None); import bench.gpu_report"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", absent], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_report_survives_failures_and_interruption(
     tiny_report: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
