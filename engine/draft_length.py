@@ -21,7 +21,7 @@ _DRAFT_SLOPE = 0.1  # cost of a further draft as a share of the first, until mea
 _SURE = 14  # bin of confidence from which a row whose drafts all stood is asked for twice as many
 _PLAIN_CALLS, _PLAIN_AGAIN = 3, 32  # with several rows: before there are drafts, and one in so many rounds with drafts
 _USUAL = 3  # drafts, for how many rounds a row will need
-_URGENCY = 8  # a row that will have ended after 3/4 of the time counts a tenth; with 0, 16 rows took 5% longer
+_URGENCY = 8  # a row that will have ended after 3/4 of the time counts a tenth; with 0, 16 rows took 5 to 8% longer
 _PROBE_AFTER = (2, 32)  # rounds without a draft until one is tried: at first, at most
 
 
