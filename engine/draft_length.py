@@ -127,12 +127,13 @@ class AdaptiveLength(FixedLength):
         if proposal.confidence is None or proposal.logits is not None:
             return super().trim(proposal, rows)
         self._judged_by_confidence = True
-        drafts, bins = proposal.tokens.tolist(), (proposal.confidence * NUM_BINS).long().clamp(0, NUM_BINS - 1).tolist()
+        drafts, confidence = proposal.tokens.tolist(), proposal.confidence.tolist()
         chances = []
         for row in rows:
             count = next((i for i, token in enumerate(drafts[row]) if token < 0), len(drafts[row]))
-            self._offered[row] = drafts[row][:count], bins[row][:count]
-            chances.append(self._by_confidence.chances(row, bins[row][:count]))
+            bins = [int(sure * NUM_BINS) for sure in confidence[row][:count]]
+            self._offered[row] = drafts[row][:count], bins
+            chances.append(self._by_confidence.chances(row, bins))
         best = self._best(rows, chances, with_drafting=False)
         return Proposal(proposal.tokens[:, :best])
 

@@ -91,7 +91,7 @@ def verify_and_commit(
     drafts = proposal.tokens
     num_proposed = (drafts >= 0).long().cumprod(dim=1).sum(dim=1)
     logits = target.decode(
-        tokens=torch.cat([state.gather(state.seq_lens[:, None]), drafts.clamp(min=0)], dim=1),
+        tokens=torch.cat([state.pending[:, None], drafts], dim=1),
         start=state.seq_lens,
         num_valid=(num_proposed + 1) * state.active,
         rows=state.rows,
@@ -108,8 +108,8 @@ def verify_and_commit(
         method=verification,
     )
     state.commit(verdict)
-    extra = torch.stack([verdict.num_accepted.long(), num_proposed, verdict.status.long()], dim=1)
-    return verdict, torch.cat([verdict.tokens, extra], dim=1)
+    extra = verdict.num_accepted, num_proposed, verdict.status
+    return verdict, torch.cat([verdict.tokens, *(column[:, None] for column in extra)], dim=1)
 
 
 def _broken_rule(proposal: Any, state: BatchState, vocab_size: int) -> str:
@@ -130,8 +130,10 @@ def _broken_rule(proposal: Any, state: BatchState, vocab_size: int) -> str:
             isinstance(value, Tensor) and value.is_floating_point() and value.dim() == rank and value.shape[:2] == shape
         ):
             return f"{name} of floats with [B, K] = {list(shape)}, or None, got {_described(value)}"
-    if state.can_look and confidence is not None and not bool(((confidence >= 0) & (confidence < 1)).all()):
-        return "confidence in [0, 1), got other values"
+    if state.can_look and confidence is not None and confidence.numel():
+        low, high = confidence.aminmax()
+        if not 0 <= float(low) <= float(high) < 1:
+            return f"confidence in [0, 1), got values from {float(low):g} to {float(high):g}"
     if stats is not None and (logits is None or not isinstance(stats, RowStats)):
         return f"stats that are RowStats of its logits, or None, got {_described(stats)}"
     return ""

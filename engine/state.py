@@ -87,6 +87,11 @@ class BatchState:
         return self.seq_lens + 1 < self.limits
 
     @property
+    def pending(self) -> Tensor:
+        """[B] int64: the last token of each row."""
+        return self.tokens.gather(1, self.seq_lens[:, None])[:, 0]
+
+    @property
     def can_look(self) -> bool:
         """Whether values can be read without waiting for the device."""
         return self.tokens.device.type == "cpu"
@@ -113,8 +118,9 @@ class BatchState:
 
     def commit(self, verdict: Verdict) -> None:
         """Append the verdict's tokens to the active rows, in place."""
+        position = self.position[:, None]
         column = torch.arange(verdict.tokens.shape[1], device=self.tokens.device)
-        stands = (verdict.tokens >= 0) & self.active[:, None]
+        stands = (verdict.tokens >= 0) & (position < self.limits[:, None])
         trash = self.tokens.shape[1] - 1
-        self.tokens.scatter_(1, (self.position[:, None] + column).where(stands, trash), verdict.tokens)
+        self.tokens.scatter_(1, (position + column).where(stands, trash), verdict.tokens)
         self.seq_lens.add_(stands.sum(dim=1))

@@ -150,9 +150,9 @@ def _row_stats(
     never_greedy: bool,
 ) -> RowStats:
     if want_argmax or min_p is not None:
-        values = computed(logits)
-        largest = argmax(values)
-        maximum = values.gather(-1, largest[..., None]).squeeze(-1)
+        logits = computed(logits)
+        largest = argmax(logits)
+        maximum = logits.gather(-1, largest[..., None]).squeeze(-1)
     else:
         maximum, largest = None, logits.new_zeros(logits.shape[:-1], dtype=torch.int64)
     threshold = computed(logits[..., :1]).new_full(logits.shape[:-1], -torch.inf)
