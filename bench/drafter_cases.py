@@ -7,16 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
-from engine.drafters.eagle_model import EagleModel
+from engine.drafters.eagle_model import EagleModel, eagle_config
 from engine.drafters.medusa_model import MedusaHeads
 from engine.drafters.mlp import MlpSpeculator
 from engine.training.eagle3 import head_config
 
 NUM_DRAFT_TOKENS = 4
 DRAFT_VOCAB = 32_000  # of an EAGLE-3 head, as published ones have
+# Where the host takes part in every round, so that none is captured.
+ON_THE_HOST = ("suffix", "staged draft model", "draft model, shared tokens", "draft model, text read anew")
 
 
 def drafters(target: PreTrainedModel) -> dict[str, Callable[[], engine.Drafter]]:
@@ -28,12 +33,35 @@ def drafters(target: PreTrainedModel) -> dict[str, Callable[[], engine.Drafter]]
         "ngram": engine.NGramDrafter,
         "suffix": engine.SuffixDrafter,
         "a quarter of the layers": lambda: engine.LayerSkipDrafter(exit_layer=max(layers // 4, 1)),
+        "eagle": lambda: _eagle(config),
         "eagle3": lambda: _eagle3(config),
         "ngram, else eagle3": lambda: with_head(engine.NGramDrafter(min_ngram=2), _eagle3(config)),
         "medusa": lambda: engine.MedusaDrafter(MedusaHeads(hidden, None, NUM_DRAFT_TOKENS, output="target")),
         "mlp": lambda: engine.MlpSpeculatorDrafter(MlpSpeculator(hidden, vocab, NUM_DRAFT_TOKENS, tie_weights=True)),
         "draft model of two layers": lambda: engine.DraftModel(draft_model(target)),
+        "staged draft model": lambda: engine.StagedDraftModel(draft_model(target)),
+        "draft model, shared tokens": lambda: engine.IntersectionDraftModel(
+            draft_model(target), tokenizer(vocab, vocab // 2), tokenizer(vocab)
+        ),
+        "draft model, text read anew": lambda: engine.ReencodingDraftModel(
+            draft_model(target), tokenizer(vocab, vocab // 2), tokenizer(vocab)
+        ),
     }
+
+
+def tokenizer(size: int, first: int = 0) -> PreTrainedTokenizerFast:
+    """A token for each of so many words, from the `first` on."""
+    words = {f"w{first + index}": index for index in range(size)}
+    model = Tokenizer(WordLevel(words, unk_token=f"w{first}"))
+    model.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=model)
+
+
+def _eagle(config: Any) -> engine.EagleDrafter:
+    """EAGLE-1 and 2."""
+    layer = head_config(config, 3, config.vocab_size)
+    head = EagleModel(eagle_config(layer, eagle=1, num_features=1, feature_size=config.hidden_size))
+    return engine.EagleDrafter(head, min_reach=0.0)
 
 
 def _eagle3(config: Any) -> engine.EagleDrafter:

@@ -1,0 +1,160 @@
+"""What only runs on a GPU, on a pretended one: attention by the kernel, captured rounds, results that are read late."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pretend_cuda import pretended
+from pretend_tensors import Device
+from tiny_models import CONFIGS, perturbed, tiny
+
+import engine
+from engine.graphs import Graphs
+from engine.serving import Server
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+from bench import attention_cases, end_to_end, targets
+from bench.drafter_cases import ON_THE_HOST, drafters
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
+PROMPTS = [[5, 6, 7, 5, 6], [9, 8]]
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with pretended() as device:
+        yield device
+
+
+def target(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+    more = {"max_position_embeddings": 256, "num_hidden_layers": 3} if name == "llama" else {}
+    return tiny(name, dtype=dtype, pad_token_id=None, **more)  # GPT-2 looks for it in what it reads
+
+
+def check_text(
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: Any,
+    temperature: float = 0.0,
+    name: str = "llama",
+    waits: bool = False,
+) -> None:
+    """That of the torch twin on the CPU, from rounds that are captured and inside which nobody waits, or from such that wait."""
+    params = engine.SamplingParams(max_new_tokens=12, temperature=temperature, seed=1)
+    options: dict[str, Any] = dict(num_draft_tokens=3, max_batch_size=2, exact=False)
+    texts, waited, launch = [], [], Server._launch
+
+    def watched(self: Server, *args: Any, **kwargs: Any) -> Any:
+        before = device.waits
+        result = launch(self, *args, **kwargs)
+        waited.append(device.waits - before)
+        return result
+
+    for where in ("cpu", "cuda"):
+        model = target(name).to(where)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            llm = engine.load(model, drafter=drafter(model), **options)
+        if where == "cuda":
+            assert llm._server._round.graphs.enabled and llm._server._late and llm._target.cache.whole_buffers
+            monkeypatch.setattr(Server, "_launch", watched)
+        texts.append([output.token_ids for output in llm.generate(PROMPTS, params)])
+    assert texts[0] == texts[1]
+    assert device.launches > 0 and waited and any(waited) == waits
+    assert waits or len(llm._server._round.graphs) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_good_draft_model(device: Device, monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    check_text(device, monkeypatch, lambda model: engine.DraftModel(perturbed(model, 0.05)), temperature)
+
+
+QUICK = ("ngram", "medusa")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in drafters(tiny())]
+)
+def test_every_drafter(device: Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    check_text(device, monkeypatch, lambda model: drafters(model)[name](), waits=name in ON_THE_HOST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"falcon"}))  # which copies from the host in every call
+def test_every_architecture(device: Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    check_text(device, monkeypatch, lambda model: "ngram", name=name)
+
+
+def test_exact_text_with_and_without_drafts(device: Device) -> None:
+    """In bf16, where every rounding counts."""
+    model = target(dtype=torch.bfloat16).to("cuda")
+    params, texts = engine.SamplingParams(max_new_tokens=12), []
+    for drafter in (None, engine.DraftModel(perturbed(model, 0.05))):
+        llm = engine.load(model, drafter=drafter, num_draft_tokens=4, max_batch_size=2)
+        assert llm.exact
+        texts.append([output.token_ids for output in llm.generate(PROMPTS, params)])
+    assert texts[0] == texts[1] and llm.stats.accepted_tokens > 0
+
+
+def test_the_reports_cases(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of those that take seconds: what they do on a GPU and not on a CPU is seen to run."""
+    case = attention_cases.AttentionCase(2, 40, 6, num_heads=4, num_kv_heads=2, head_dim=16)
+    monkeypatch.setattr(attention_cases, "GPU_CASES", (case,))
+    (figures,) = attention_cases.attention_report("cuda")["cases"]
+    assert figures["share_of_copy"] and "error" not in figures
+    for size in ("8B", "1B"):
+        monkeypatch.setitem(targets.SHAPES, size, targets.SHAPES["tiny"])
+    for name, value in (("PROMPT_TOKENS", 10), ("NEW_TOKENS", 6), ("TURNS", 1)):
+        monkeypatch.setitem(getattr(targets, name), "cuda", value)
+    monkeypatch.setattr(end_to_end, "bandwidth", lambda device: 1e9)
+    figures = end_to_end.plain_decoding("cuda")
+    assert figures["8B"]["tokens_per_second"] > 0 and figures["1B"]["ratio"] > 0
+
+
+# The pretended device must refuse what a real one refuses, or the tests above show nothing.
+
+
+def test_tensors_of_two_devices_do_not_mix(device: Device) -> None:
+    ours = torch.ones(3, device="cuda")
+    assert (ours + torch.tensor(1.0)).tolist() == [2.0] * 3  # a number may lie anywhere
+    with pytest.raises(RuntimeError, match="same device"):
+        ours + torch.ones(3)
+    with pytest.raises(TypeError, match="numpy"):
+        ours.numpy()
+
+
+@pytest.mark.parametrize("reads", ["item", "nonzero", "copies"])
+def test_what_waits_cannot_be_captured(device: Device, reads: str, caplog: pytest.LogCaptureFixture) -> None:
+    ours = torch.ones(3, device="cuda")
+    work = {
+        "item": lambda: ours.sum().item(),
+        "nonzero": lambda: ours.nonzero(),
+        "copies": lambda: ours + torch.tensor([1.0, 2.0, 3.0]).to("cuda"),
+    }[reads]
+    graphs, waited = Graphs.for_device(ours.device), device.waits
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            graphs.run("key", work)
+    assert not graphs.enabled and "capturing" in caplog.text and device.waits == waited + 2
+
+
+def test_a_graph_does_nothing_until_it_is_replayed(device: Device) -> None:
+    total, step = torch.zeros(2, device="cuda"), torch.ones(2, device="cuda")
+
+    def work() -> torch.Tensor:
+        total.add_(step)
+        return total * 2
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    assert total.tolist() == [0, 0] and result.tolist() != [2, 2]
+    step[1] = 5
+    for _ in range(2):
+        graph.replay()
+    assert total.tolist() == [2, 10] and result.tolist() == [4, 20]
