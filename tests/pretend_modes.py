@@ -34,7 +34,9 @@ class Functions(TorchFunctionMode):
             made.pretended_pinned = True
             return made
         if is_cuda(kwargs.get("device")) and name in ("tensor", "as_tensor", "scalar_tensor"):
-            if self.device.capturing is not None and not isinstance(args[0], torch.Tensor):
+            if self.device.capturing is not None and not isinstance(
+                args[0], torch.Tensor
+            ):  # else, the copy is under way
                 self.device.wait("a tensor is made from the host's data")
             del kwargs["device"]
             made = func(*args, **kwargs)
@@ -68,7 +70,7 @@ class Functions(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """All that reaches the dispatcher."""
+    """All that reaches the dispatcher is done on the CPU, or refused."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -99,6 +101,7 @@ class Operations(TorchDispatchMode):
         return run(self.device, func, args, kwargs)
 
     def copied(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Between the devices or on ours: into a tensor that is there, or into a new one."""
         if func is aten.copy_.default:
             place, value = args[:2]
             on = [isinstance(t, OnCuda) for t in (place, value)]

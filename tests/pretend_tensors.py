@@ -55,6 +55,7 @@ def uses(values: Any) -> bool:
 
 
 def bare(value: Any) -> Any:
+    """With the data on the CPU in the place of tensors of the device."""
     return tree_map(lambda leaf: leaf.value if isinstance(leaf, OnCuda) else leaf, value)
 
 
@@ -149,6 +150,7 @@ def run(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def changed(schema: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes to."""
     found = []
     for index, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
