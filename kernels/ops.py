@@ -182,8 +182,6 @@ def _check_rows(batch: int, **values: Tensor | None) -> None:
 
 
 def _check_vocabulary(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> None:
-    if logit_bias is None and token_mask is None:
-        return
     shapes = [logits.shape[-1:], (logits.shape[0], logits.shape[-1]), logits.shape]
     for name, value in (("logit_bias", logit_bias), ("token_mask", token_mask)):
         if value is None:

@@ -71,10 +71,7 @@ def sample(
     p = Rows.of(adjusted(logits, logit_bias, token_mask), Temperatures.of(temperature), (top_k, top_p, min_p))
     tokens = _own_tokens(p, seed, position, 0 if origin is None else origin, stream)
     valid = finite(p.stats.lse)
-    logprobs = None
-    if return_logprobs:  # the threshold of a greedy row is its largest logit
-        logprobs = p.stats.threshold - p.stats.lse if p.temperatures.all_greedy else p.log_prob_of(tokens)
-        logprobs = logprobs.where(valid, 0)
+    logprobs = p.log_prob_of(tokens).where(valid, 0) if return_logprobs else None
     return Draws(tokens.where(valid, -1), p.stats, logprobs)
 
 

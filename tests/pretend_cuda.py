@@ -9,6 +9,7 @@ that is used again, and time.
 `pretended()` turns it on.
 """
 
+import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,9 +23,13 @@ from pretend_modes import Functions, Operations
 from pretend_tensors import DEVICE, Device, Log, OnCuda, bare
 from torch.utils._pytree import tree_flatten
 
+from engine import graphs
+from engine.drafters import ngram
+from engine.kernels import workspace
+
 
 class Event:
-    """Times are those of the host."""
+    """Each that is recorded is 0.01 ms after the one before: no time passes."""
 
     numbers = itertools.count()
 
@@ -52,6 +57,17 @@ class Stream(SimpleNamespace):
     def wait_stream(self, other: Any) -> None: ...
 
     def synchronize(self) -> None: ...
+
+
+def forget() -> None:
+    """What the engine keeps of a device for the life of a process: other tests must not find it."""
+    graphs.clear_all()
+    graphs._capture_stream.cache_clear()
+    graphs._failed.clear()
+    ngram._chances_on.cache_clear()
+    workspace._stream_memory.clear()
+    workspace._reserved.clear()
+    gc.collect()
 
 
 @contextmanager
@@ -126,6 +142,7 @@ def pretended() -> Iterator[Device]:
         mem_get_info=lambda *_: (1 << 34, 1 << 34),
     )  # fmt: skip
     with ExitStack() as entered:
+        entered.callback(forget)
         for name, value in replaced.items():
             entered.enter_context(mock.patch.object(torch.cuda, name, value))
         entered.enter_context(mock.patch.object(torch, "Generator", Generator))

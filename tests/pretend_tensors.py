@@ -31,6 +31,9 @@ class OnCuda(torch.Tensor):
     def data_ptr(self) -> int:
         return self.value.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.value.untyped_storage()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "OnCuda":
         if id(self) not in memo:
             memo[id(self)] = copy = OnCuda(self.value.clone())

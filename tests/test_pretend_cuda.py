@@ -1,5 +1,6 @@
 """What only runs on a GPU, on a pretended one: attention by the kernel, captured rounds, results that are read late."""
 
+import gc
 import logging
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pretend_cuda import pretended
-from pretend_tensors import Device
+from pretend_tensors import Device, OnCuda
 from tiny_models import CONFIGS, perturbed, tiny
 
 import engine
@@ -158,3 +159,13 @@ def test_a_graph_does_nothing_until_it_is_replayed(device: Device) -> None:
     for _ in range(2):
         graph.replay()
     assert total.tolist() == [2, 10] and result.tolist() == [4, 20]
+
+
+def test_nothing_is_left_of_it() -> None:
+    """Other tests count the tensors that live."""
+    with pretended():
+        llm = engine.load(target().to("cuda"), drafter="ngram")
+        llm.generate([5, 6, 7], engine.SamplingParams(max_new_tokens=4))
+        del llm
+    gc.collect()
+    assert not [each for each in gc.get_objects() if issubclass(type(each), OnCuda)]
