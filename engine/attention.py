@@ -4,7 +4,7 @@ On a GPU it is the ragged kernel, which reads the static buffers where they lie,
 repeated or gathered K and V. On a CPU it is `scaled_dot_product_attention` over the part of the buffers that is in use.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .backend import ragged_attention
-from .cache import CallPlan, RaggedCache
+from .cache import CallPlan, RaggedCache, Run
 
 PART = 128  # columns of a prefill that attend together
 GROUPED, RAGGED = "speculative_engine_grouped", "speculative_engine_ragged"
@@ -25,7 +25,7 @@ _caches: list[RaggedCache] = []
 
 def _grouped(
     module: torch.nn.Module,
-    query: Tensor,  # [B, heads, W, D]
+    query: Tensor,  # [B, heads, W, D]; of a call without padding [1, heads, N, D]
     key: Tensor,  # [B, K/V heads, L, D]
     value: Tensor,  # [B, K/V heads, L, D]
     attention_mask: Tensor | None,  # [B, 1, W, L] bool
@@ -35,25 +35,24 @@ def _grouped(
     """`scaled_dot_product_attention` in which the heads of a group are further queries of their K/V head.
 
     Repeating K and V for every query head instead, as transformers does for W > 1, copies the whole cache in every layer.
-    Of a long prefill, each part attends to the keys up to its own end only.
+    Of a long prefill, each part attends to the keys up to its own end only. Without padding, rows of one width attend
+    together where they are neighbours, so that their K and V need no copy.
 
     Returns:
-        [B, W, heads, D], and no weights.
+        [B, W, heads, D], without padding [1, N, heads, D], and no weights.
     """
     if attention_mask is None or attention_mask.shape[1] != 1 or attention_mask.dtype != torch.bool:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
-    batch, heads, _, head_dim = query.shape
+    plan, group = _caches[-1].plan, query.shape[1] // key.shape[1]
+    if plan.runs is None:
+        whole = Run(slice(0, len(query)), slice(0, 0), query.shape[2])
+        return _attend(query, key, value, _parts(plan, whole, attention_mask, group, query.dtype), scaling), None
     outputs = []
-    for part in _parts(_caches[-1].plan, attention_mask, heads // key.shape[1], query.dtype):
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query[:, :, part.columns].reshape(batch, key.shape[1], -1, head_dim),
-            key[:, :, : part.num_keys],
-            value[:, :, : part.num_keys],
-            attn_mask=part.mask,
-            scale=scaling,
-        )
-        outputs.append(output.reshape(batch, heads, -1, head_dim))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2), None
+    for run in plan.runs:
+        columns = query[0, :, run.tokens].unflatten(1, (-1, run.width)).transpose(0, 1)
+        parts = _parts(plan, run, attention_mask, group, query.dtype)
+        outputs.append(_attend(columns, key[run.rows], value[run.rows], parts, scaling).flatten(0, 1))
+    return torch.cat(outputs)[None], None
 
 
 @dataclass(frozen=True)
@@ -65,18 +64,35 @@ class _Part:
     mask: Tensor  # [B, 1, group * columns, num_keys], 0 or -inf: what `scaled_dot_product_attention` makes of bools each time
 
 
-def _parts(plan: CallPlan, mask: Tensor, group: int, dtype: torch.dtype) -> list[_Part]:
-    """The columns of a call; a prefill's in parts, of which the first need not see all keys."""
-    key = id(mask), group, dtype
+def _attend(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[_Part], scaling: float | None) -> Tensor:
+    """[B, W, heads, D] for query [B, heads, W, D]."""
+    batch, heads, _, head_dim = query.shape
+    outputs = []
+    for part in parts:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, part.columns].reshape(batch, key.shape[1], -1, head_dim),
+            key[:, :, : part.num_keys],
+            value[:, :, : part.num_keys],
+            attn_mask=part.mask,
+            scale=scaling,
+        )
+        outputs.append(output.reshape(batch, heads, -1, head_dim))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
+
+
+def _parts(plan: CallPlan, run: Run, mask: Tensor, group: int, dtype: torch.dtype) -> list[_Part]:
+    """The columns of rows of a call; a prefill's in parts, of which the first need not see all keys."""
+    key = id(mask), run.rows.start, group, dtype
     if key not in plan.prepared:
-        width, num_keys = mask.shape[-2:]
+        mask_of_rows, num_keys = mask[run.rows], mask.shape[-1]
         parts = []
-        for begin in range(0, width, PART):
-            end = min(begin + PART, width)
-            seen = num_keys if end == width else min(int(plan.start.max()) + end, num_keys)
-            visible = mask[:, :, begin:end, :seen]
+        for begin in range(0, run.width, PART):
+            end = min(begin + PART, run.width)
+            whole = plan.runs is None and end == run.width
+            seen = num_keys if whole else min(int(plan.start[run.rows].max()) + end, num_keys)
+            visible = mask_of_rows[:, :, begin:end, :seen]
             added = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
-            added = added.expand(-1, group, -1, -1).reshape(len(mask), 1, -1, seen)
+            added = added.expand(-1, group, -1, -1).reshape(len(visible), 1, -1, seen)
             parts.append(_Part(slice(begin, end), seen, added))
         plan.prepared[key] = mask, parts  # with the mask, so that its id stays its own
     found: list[_Part] = plan.prepared[key][1]
@@ -116,6 +132,7 @@ class AttentionSwitch:
 
     Attributes:
         ragged: the ragged kernel is used: calls need no mask, and `RaggedCache.update` has to return whole buffers.
+        unpadded: calls may leave out a batch's padding, and be for the N tokens of all rows in one.
     """
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache, ragged: bool) -> None:
@@ -124,7 +141,7 @@ class AttentionSwitch:
         self._own = [(config, own) for config in configs.values() if (own := _implementation(config)) in replaced]
         if not getattr(model, "_supports_attention_backend", False):
             self._own = []
-        self.ragged = ragged and bool(self._own)
+        self.ragged, self.unpadded = ragged and bool(self._own), not ragged and bool(self._own)
         self._cache, self._name = cache, RAGGED if ragged else GROUPED
 
     @contextmanager

@@ -7,6 +7,7 @@ than rows can use, the trash slot, where the K/V of padding goes.
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ class CallPlan:
     start: Tensor  # [n] int64, position of column 0
     num_valid: Tensor  # [n] int64, columns of each row that are no padding
     write_at: Tensor  # [n, W] int64 positions; the trash slot where a column is padding
+    # If the model is called for the N columns alone that are no padding, in one row: which rows they belong to. Slots and
+    # write_at are [N, 1] then.
+    runs: "list[Run] | None"
     span: slice | None  # of a single row on a CPU: the positions of its valid columns, for a plain copy
     kv_length: int  # keys and values [0, kv_length) are handed to attention
     prepared: dict[Hashable, Any] = field(default_factory=dict)  # what attention works out in the first layer, for all
@@ -36,12 +40,36 @@ class CallPlan:
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
         """Put the columns of a call [n, ..., W, D] where they belong in a buffer [slots, ..., capacity + 1, D]."""
+        if self.runs is not None:
+            new = new.transpose(0, -2)  # N rows of one column
         if self.span is not None:
             buffer[self.rows, ..., self.span, :] = new[..., : self.span.stop - self.span.start, :]
         elif new.dim() == 3:
             buffer[self.slots, self.write_at] = new
         else:
             buffer[self.slots, :, self.write_at] = new.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring rows of a call without padding that have equally many columns."""
+
+    rows: slice  # of the call
+    tokens: slice  # of the N
+    width: int
+
+
+def _runs(num_valid: list[int]) -> list[Run]:
+    """Of all rows that have a column at all."""
+    runs, row, token = [], 0, 0
+    for width, equal in groupby(num_valid):
+        rows = slice(row, row + len(list(equal)))
+        row = rows.stop
+        if width:
+            tokens = slice(token, token + width * (rows.stop - rows.start))
+            token = tokens.stop
+            runs.append(Run(rows, tokens, width))
+    return runs
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -127,18 +155,27 @@ class RaggedCache(Cache):
         return -(-length // self.granularity) * self.granularity
 
     def plan_call(
-        self, rows: slice | Tensor, positions: Tensor, valid: Tensor, num_valid: Tensor, kv_length: int
+        self,
+        rows: slice | Tensor,
+        positions: Tensor,  # [n, W] int64
+        valid: Tensor,  # [n, W] bool, False: padding
+        num_valid: Tensor,  # [n] int64
+        kv_length: int,
+        taken: Tensor | None = None,  # [N] int64, where `valid` [n * W] is True, if the model is called without padding
     ) -> None:
-        """Prepare a model call: positions and valid are [n, W], num_valid [n]; padding columns are not valid."""
+        """Prepare a model call."""
         slots = torch.arange(rows.start, rows.stop, device=valid.device) if isinstance(rows, slice) else rows
         write_at = positions.where(valid, self.capacity)
         kv_length = min(self.round_up(kv_length), self.capacity)
-        span = None
+        span = runs = None
         if len(slots) == 1 and slots.device.type == "cpu":
             begin = int(positions[0, 0])
             span = slice(begin, begin + int(num_valid[0]))
+        elif taken is not None:
+            runs = _runs(num_valid.tolist())
+            slots, write_at = slots[taken // valid.shape[1]], write_at.flatten()[taken, None]
         start = positions[:, 0].contiguous()  # the kernels need it so, and would copy it in every layer
-        self.plan = CallPlan(rows, slots[:, None], start, num_valid, write_at, span, kv_length)
+        self.plan = CallPlan(rows, slots[:, None], start, num_valid, write_at, runs, span, kv_length)
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:

@@ -8,11 +8,14 @@ Which k is chosen depends on earlier rounds only. `trim` also looks at the draft
 only where they are not random: proposals without logits.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
+from operator import itemgetter, mul
 
-from .estimates import NUM_BINS, Costs, Experience, nearest
+import torch
+
+from .estimates import NUM_BINS, Costs, Experience, Payoff, nearest
 from .state import Proposal
 
 MAX_DRAFT_TOKENS = 15  # "auto" tries no more
@@ -21,7 +24,10 @@ _DRAFT_SLOPE = 0.1  # cost of a further draft as a share of the first, until mea
 _SURE = 14  # bin of confidence from which a row whose drafts all stood is asked for twice as many
 _PLAIN_CALLS, _PLAIN_AGAIN = 3, 32  # with several rows: before there are drafts, and one in so many rounds with drafts
 _USUAL = 3  # drafts, for how many rounds a row will need
-_URGENCY = 8  # a row that will have ended after 3/4 of the time counts a tenth; with 0, 16 rows took 5 to 8% longer
+# A token of a row that will have ended after half the time counts a quarter; with padding, where a draft of one row costs as
+# much as one of each, next to nothing. (Best of 0 to 16 in simulated rounds of 4 to 16 rows.)
+_URGENCY, _URGENCY_PADDED = 2, 8
+_WORTHLESS = 0.01  # tokens: what no draft is verified for
 _PROBE_AFTER = (2, 32)  # rounds without a draft until one is tried: at first, at most
 
 
@@ -60,8 +66,12 @@ class FixedLength:
     def observe(self, row: int, tokens: Sequence[int], accepted: int, proposed: int, asked: int) -> None:
         """A row's round: the tokens that it emitted; drafts accepted, verified, and asked for."""
 
-    def observe_times(self, num_rows: int, asked: int, width: int, draft_seconds: float, other_seconds: float) -> None:
-        """A round's times: drafting `asked` tokens, and all else, with a target call of this width."""
+    def observe_times(self, num_rows: int, asked: int, size: int, draft_seconds: float, other_seconds: float) -> None:
+        """A round's times: drafting `asked` tokens, and all else.
+
+        Args:
+            size: drafts that the target's call read: of all rows, or, where it reads padding as well, of the longest.
+        """
 
 
 class AdaptiveLength(FixedLength):
@@ -69,21 +79,30 @@ class AdaptiveLength(FixedLength):
 
     Args:
         choices: the numbers to choose from, 0 among them, ascending.
-        column_cost: what a further column adds to a target call, as a share of a call of width 1, until it is measured.
+        column_cost: what a draft of each row adds to a target call, as a share of one without, until it is measured.
+        skips_padding: a call costs by the drafts of all rows, not by their longest, so each row has a number of its own.
     """
 
-    def __init__(self, choices: Sequence[int] = range(MAX_DRAFT_TOKENS + 1), column_cost: float = 0.03) -> None:
+    def __init__(
+        self,
+        choices: Sequence[int] = range(MAX_DRAFT_TOKENS + 1),
+        column_cost: float = 0.03,
+        skips_padding: bool = False,
+    ) -> None:
         super().__init__(max(choices))
-        self.choices, self._column_cost = frozenset(choices), column_cost
-        self._verify: dict[int, Costs] = {}  # by number of rows: seconds over width - 1
+        self.choices, self._column_cost, self._skips_padding = frozenset(choices), column_cost, skips_padding
+        self._verify: dict[int, Costs] = {}  # by number of rows: seconds over drafts, of all rows or of the longest
         self._draft: dict[int, Costs] = {}  # seconds over drafts
         self._by_position, self._by_confidence = Experience(), Experience()
         self._offered: dict[int, tuple[list[int], list[int]]] = {}  # by row: tokens and their bins, before trimming
+        self._most: dict[int, int] = {}  # by row: drafts that are verified, if it was decided before they were made
         self._next: dict[int, int] = {}  # by row: at least so many, since all stood and the drafter was sure of them
         self._without, self._patience = 0, _PROBE_AFTER[0]
         self._drafted = 0  # rounds
         self._weights: dict[int, float] = {}  # by row: what a token is worth
         self._judged_by_confidence = False
+        self._payoff = Payoff()  # of rounds with several rows
+        self._new: dict[int, int] = {}  # by row: tokens of this round
 
     @property
     def possible(self) -> list[int]:
@@ -92,10 +111,13 @@ class AdaptiveLength(FixedLength):
     def choose(
         self, rows: Sequence[int], room: int, ends_early: bool = False, remaining: Sequence[int] | None = None
     ) -> int:
+        self._most = {}
         most = min(self.num_draft_tokens, room)
         plain = self._verify[len(rows)].calls(0) if len(rows) in self._verify else 0
         if plain < (1 if len(rows) == 1 else _PLAIN_CALLS):
             return 0  # what plain decoding costs has to be known; well, where drafting gains less
+        if len(rows) > 1 and self._payoff.rests():
+            return 0
         positions = range(min(most, NUM_BINS))
         # What is not known yet is like the position before.
         chances = [self._by_position.chances(row, positions, prior=0.6, carry=True) for row in rows]
@@ -105,7 +127,8 @@ class AdaptiveLength(FixedLength):
         # As many are asked for as there may be, and `trim` decides. With several rows a drafter goes on for the surest of
         # them: by measure 5 to 8% slower at 4 and 16 rows than to be asked for as many as pay on average.
         early = ends_early and len(rows) == 1
-        best = self._best(rows, chances, with_drafting=True, asked=most if early else None)
+        lengths = self._best(rows, chances, with_drafting=True, asked=most if early else None)
+        best = longest = max(lengths)
         # A drafter that suddenly knows what follows (a copied passage) is believed sooner than averages would.
         best = max(best, max(k for k in self.choices if k <= min(most, *(self._next.get(row, 0) for row in rows))))
         if best or not most:
@@ -113,6 +136,8 @@ class AdaptiveLength(FixedLength):
             self._drafted += 1
             if len(rows) > 1 and self._drafted % _PLAIN_AGAIN == 0:
                 return 0  # what plain decoding costs may have been measured in a bad moment
+            if best == longest and self._skips_padding:
+                self._most = dict(zip(rows, lengths, strict=True))
             return most if best and early else best
         # Nothing is learned without drafting, so now and then one token is drafted all the same.
         self._without += 1
@@ -125,7 +150,10 @@ class AdaptiveLength(FixedLength):
     def trim(self, proposal: Proposal, rows: Sequence[int]) -> Proposal:
         self._offered = {}
         if proposal.confidence is None or proposal.logits is not None:
+            if self._most:
+                proposal = _cut(proposal, self._most)
             return super().trim(proposal, rows)
+        self._most = {}
         self._judged_by_confidence = True
         drafts, confidence = proposal.tokens.tolist(), proposal.confidence.tolist()
         chances = []
@@ -134,15 +162,19 @@ class AdaptiveLength(FixedLength):
             bins = [int(sure * NUM_BINS) for sure in confidence[row][:count]]
             self._offered[row] = drafts[row][:count], bins
             chances.append(self._by_confidence.chances(row, bins))
-        best = self._best(rows, chances, with_drafting=False)
-        return Proposal(proposal.tokens[:, :best])
+        lengths = self._best(rows, chances, with_drafting=False)
+        if self._skips_padding:
+            proposal = _cut(proposal, dict(zip(rows, lengths, strict=True)))
+        return Proposal(proposal.tokens[:, : max(lengths)])
 
     def begin(self, row: int) -> None:
         self._next.pop(row, None)
+        self._payoff.begin()
         self._by_position.begin(row)
         self._by_confidence.begin(row)
 
     def observe(self, row: int, tokens: Sequence[int], accepted: int, proposed: int, asked: int) -> None:
+        self._new[row] = len(tokens)
         offered, bins = self._offered.get(row, ((), ()))
         outcomes = [True] * accepted
         if accepted < proposed:
@@ -153,16 +185,25 @@ class AdaptiveLength(FixedLength):
         self._by_confidence.add(row, bins, outcomes)
         sure = 0 < accepted == proposed <= len(bins) and bins[accepted - 1] >= _SURE
         self._next[row] = 2 * accepted + 1 if sure else 0
-        if len(outcomes) == accepted < asked:
+        if len(outcomes) == accepted < min(asked, self._most.get(row, asked)):
             outcomes.append(False)  # a draft that was asked for and did not come
         if accepted and self._by_position.chances(row, (0,), prior=0.6)[0] < 0.5:
             self._patience = _PROBE_AFTER[0]  # more than was expected: the text may have become easier
         self._by_position.add(row, range(NUM_BINS), outcomes)
 
-    def observe_times(self, num_rows: int, asked: int, width: int, draft_seconds: float, other_seconds: float) -> None:
-        self._costs(self._verify, num_rows, self._column_cost).add(width - 1, other_seconds)
+    def observe_times(self, num_rows: int, asked: int, size: int, draft_seconds: float, other_seconds: float) -> None:
+        self._costs(self._verify, num_rows, self._size_cost(num_rows)).add(size, other_seconds)
         if asked:
             self._costs(self._draft, num_rows, _DRAFT_SLOPE).add(asked, draft_seconds)
+            if num_rows > 1 and self._new:
+                worth = {row: self._weights.get(row, 1.0) for row in self._new}
+                gain = sum(worth[row] * count for row, count in self._new.items()) / sum(worth.values())
+                self._payoff.add(gain * self._verify[num_rows].at(0), draft_seconds + other_seconds)
+        self._new = {}
+
+    def _size_cost(self, num_rows: int) -> float:
+        """What one more adds to a target call, as a share of one without drafts, before any was seen."""
+        return self._column_cost / num_rows if self._skips_padding else self._column_cost
 
     @staticmethod
     def _costs(known: "dict[int, Costs]", num_rows: int, slope: float) -> "Costs":
@@ -179,29 +220,48 @@ class AdaptiveLength(FixedLength):
         if remaining is None or len(rows) == 1:
             return
         rounds = [left / (1 + sum(accumulate(c[:_USUAL], mul))) for left, c in zip(remaining, chances, strict=True)]
-        last = max(rounds)
-        self._weights = {row: (count / last) ** _URGENCY for row, count in zip(rows, rounds, strict=True)}
+        last, urgency = max(rounds), _URGENCY if self._skips_padding else _URGENCY_PADDED
+        self._weights = {row: (count / last) ** urgency for row, count in zip(rows, rounds, strict=True)}
 
     def _best(
         self, rows: Sequence[int], chances: list[list[float]], *, with_drafting: bool, asked: int | None = None
-    ) -> int:
-        """The number of drafts with most expected tokens per second; asked: so many are made in any case, if there are any."""
-        num_rows = len(rows)
-        verify = self._verify.get(num_rows) or Costs(self._column_cost)
-        draft = nearest(self._draft, num_rows) if with_drafting else None
-        reach = [self._weights.get(row, 1.0) for row in rows]  # that all drafts so far stand, times a token's worth
-        tokens, best, best_rate = sum(reach), 0, 0.0
-        for k in range(max(map(len, chances), default=0) + 1):
-            if k:
-                reach = [r * c[k - 1] if k <= len(c) else 0.0 for r, c in zip(reach, chances, strict=True)]
-                tokens += sum(reach)
-            if k not in self.choices:
+    ) -> list[int]:
+        """Each row's number of drafts, with most expected tokens per second; asked: so many are made, if there are any."""
+        verify = self._verify.get(len(rows)) or Costs(self._size_cost(len(rows)))
+        draft = nearest(self._draft, len(rows)) if with_drafting else None
+        weights = [self._weights.get(row, 1.0) for row in rows]
+        # That a draft and all before it stand, times a token's worth; its index among the rows, its column.
+        drafts = [
+            (promise, index, column)
+            for index, (weight, row_chances) in enumerate(zip(weights, chances, strict=True))
+            for column, promise in enumerate(accumulate(row_chances, mul, initial=weight))
+            if column and promise > _WORTHLESS
+        ]
+        if self._skips_padding:  # one after the other; a row's are in order, as each promises less than the one before
+            steps = [[each] for each in sorted(drafts, key=itemgetter(0), reverse=True)]
+        else:
+            by_column = sorted(drafts, key=itemgetter(2))
+            steps = [list(group) for _, group in groupby(by_column, key=itemgetter(2))]
+        tokens, longest, best, best_rate = sum(weights), 0, 0, sum(weights) / verify.at(0)
+        for size, step in enumerate(steps, start=1):
+            tokens += sum(promise for promise, _, _ in step)
+            longest = max(longest, step[0][2])
+            if longest not in self.choices:
                 continue
-            rate = tokens / (verify.at(k) + (draft.at(asked or k) if draft and k else 0.0))
+            rate = tokens / (verify.at(size) + (draft.at(asked or longest) if draft else 0.0))
             if rate > best_rate:
-                best, best_rate = k, rate
-        return best
+                best, best_rate = size, rate
+        lengths = Counter(index for step in steps[:best] for _, index, _ in step)
+        return [lengths[index] for index in range(len(rows))]
 
     def _drafting_is_free(self, num_rows: int) -> bool:
         draft, verify = nearest(self._draft, num_rows), self._verify.get(num_rows)
         return not draft or not verify or draft.at(self.num_draft_tokens) < 0.05 * verify.at(0)
+
+
+def _cut(proposal: Proposal, most: Mapping[int, int]) -> Proposal:
+    """Without the drafts of a row that are more than this."""
+    lengths = torch.zeros(len(proposal.tokens), 1, dtype=torch.int64)
+    lengths[list(most), 0] = torch.tensor(list(most.values()))
+    column = torch.arange(proposal.tokens.shape[1])
+    return proposal._replace(tokens=proposal.tokens.where(column < lengths, -1))

@@ -176,7 +176,9 @@ class Engine:
             return FixedLength(min(self.config.num_draft_tokens, self.max_length))
         if self.exact:  # one width, of which drafts may take what they like
             return AdaptiveLength(range(EXACT_WIDTH), column_cost=0.0)
-        return AdaptiveLength() if self._target.device.type == "cpu" else AdaptiveLength(FEW_CHOICES, column_cost=0.01)
+        if self._target.device.type == "cpu":
+            return AdaptiveLength(skips_padding=self._target.skips_padding)
+        return AdaptiveLength(FEW_CHOICES, column_cost=0.01)
 
     def _requests(self, items: list[Any], params: Any, with_text: bool) -> list[Request]:
         """Check everything that the user gave."""

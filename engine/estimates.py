@@ -119,12 +119,56 @@ class Costs:
         if not self._calls:
             return 1 + self._slope * size
         deviation, count = self._deviations.get(size, (0.0, 0.0))
-        if not size:  # the line need not go through it: with many rows, the first column more costs more than others
-            return (self._seconds_of_0 + max(self._line(0), 1e-9)) / (count + 1)
+        if not size:  # may lie below the line: with many rows, the first draft costs more than others; never above it
+            line = max(self._line(0), 1e-9)
+            return min((self._seconds_of_0 + line) / (count + 1), line)
         return max(self._line(size) + deviation / (count + self._CALLS), 1e-9)
 
     def _line(self, size: int) -> float:
         return self._mean_seconds + self._per_size * (size - self._mean_size)
+
+
+class Payoff:
+    """What rounds with drafts gave of late, beside what plain ones would have given in the same time.
+
+    Estimates that are a little too hopeful, and what looking for drafts takes, show here alone.
+    """
+
+    _KEEP = 0.5 ** (1 / 30)  # rounds after which one counts half
+    _ROUNDS = 12  # before it is judged
+    _REST = (16, 64)  # rounds without drafts after that: at first, at most
+
+    def __init__(self) -> None:
+        self._gained = self._spent = 0.0
+        self._rounds = 0
+        self._length = self._REST[0]  # of the next rest
+        self._left = 0  # of this rest
+
+    def begin(self) -> None:
+        """A new text, which may be another kind of text."""
+        self._length = self._REST[0]
+        self._left = min(self._left, self._length)
+
+    def rests(self) -> bool:
+        """Whether the next round should be plain; counts it."""
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    def add(self, plain_seconds: float, seconds: float) -> None:
+        """A round with drafts: what plain decoding takes for as much, and what it took."""
+        self._gained = self._KEEP * self._gained + plain_seconds
+        self._spent = self._KEEP * self._spent + seconds
+        self._rounds += 1
+        if self._rounds < self._ROUNDS:
+            return
+        if self._gained >= self._spent:
+            self._length = self._REST[0]
+            return
+        self._left, self._length = self._length, min(2 * self._length, self._REST[1])
+        self._gained = self._spent = 0.0
+        self._rounds = 0
 
 
 def nearest(costs: "dict[int, Costs]", num_rows: int) -> "Costs | None":

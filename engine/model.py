@@ -34,6 +34,12 @@ def uses_ragged_kernel(model: PreTrainedModel) -> bool:
     return len(sizes) == 1 and max(sizes) <= MAX_HEAD_DIM
 
 
+def needs_no_padding(model: PreTrainedModel) -> bool:
+    """Whether calls of several rows are made for their tokens alone, in one row: where arithmetic takes the time, and nothing
+    but attention looks across tokens. A GPU hardly feels the padding, and captures calls of few shapes."""
+    return model.device.type == "cpu" and model.config.get_text_config().model_type in TESTED
+
+
 class RaggedModel:
     """Logits of a model for rows of different length.
 
@@ -43,6 +49,9 @@ class RaggedModel:
         exact: every decode call has the shape [num_slots, EXACT_WIDTH], every prefill call [1, EXACT_PREFILL_WIDTH], and
             attention sees whole blocks of keys, so that logits do not depend, bit for bit, on how a text was cut.
         role: "target" or "drafter", for messages.
+
+    Attributes:
+        skips_padding: calls of several rows cost by their tokens, not by their longest row.
 
     Raises:
         UnsupportedModelError: if the architecture cannot be decoded this way.
@@ -64,6 +73,7 @@ class RaggedModel:
         self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
         self._attention = AttentionSwitch(model, self.cache, ragged=uses_ragged_kernel(model))
         self.cache.whole_buffers = self._attention.ragged
+        self.skips_padding = not exact and self._attention.unpadded and needs_no_padding(model)
         self._hidden: list[HiddenStates] = []
         if self.config.model_type not in TESTED:
             self._probe(role)
@@ -159,7 +169,10 @@ class RaggedModel:
         positions = start[:, None] + column
         valid = column < num_valid[:, None]
         num_valid = num_valid.clamp(0, tokens.shape[1])
-        self.cache.plan_call(rows, positions, valid, num_valid, kv_length)
+        taken = None
+        if self.skips_padding and len(tokens) > 1 and 0 < int(num_valid.sum()) < valid.numel():
+            taken = valid.flatten().nonzero()[:, 0]
+        self.cache.plan_call(rows, positions, valid, num_valid, kv_length, taken)
         # Padding must stay inside a learned position table, and must see at least one key.
         position_ids = positions.clamp(max=self.context_length - 1)
         arguments: dict[str, Any] = dict(
@@ -170,6 +183,9 @@ class RaggedModel:
             use_cache=True,
         )
         arguments |= inputs
+        if taken is not None:
+            for name in ("input_ids", "position_ids", *inputs):
+                arguments[name] = arguments[name].flatten(0, 1)[taken][None]
         kept = self._hidden if keep_hidden else []
         if kept:
             arguments["output_hidden_states"] = True
@@ -178,6 +194,10 @@ class RaggedModel:
             for hidden in kept:
                 hidden.write(output.hidden_states)
             result: Tensor = output.logits if with_head else output[0]
+            if taken is not None:
+                columns = result.new_zeros(valid.numel(), result.shape[-1])
+                columns[taken] = result[0]
+                result = columns.view(*valid.shape, -1)
             return result
 
     def _probe(self, role: str) -> None:

@@ -24,7 +24,7 @@ from .state import BatchState, Proposal
 
 logger = logging.getLogger(__name__)
 _FATAL, _INVALID_DRAFT = int(FATAL_STATUS), int(Status.INVALID_DRAFT)  # IntFlag is slow, and asked per row
-PREFILL_TOKENS = 2048  # per step, padding included: running rows wait for no more than this
+PREFILL_TOKENS = 2048  # per step, with padding if there is any: running rows wait for no more than this
 
 
 @dataclass
@@ -146,18 +146,20 @@ class Server:
         while scheduler.prefilling and (budget > 0 or not scheduler.running):
             begin = time.perf_counter()
             group = sorted(scheduler.prefilling.values(), key=lambda request: request.slot)
-            group, width = prefill_chunk(group[:1] if self._round.target.exact else group)  # exact calls have one shape
+            target = self._round.target
+            group = group[:1] if target.exact else group  # exact calls have one shape
+            group, width = prefill_chunk(group, target.skips_padding)
+            spans = [(request.prefilled, min(request.prefilled + width, request.to_prefill)) for request in group]
             if width:
                 rows = self._rows(group)
-                spans = [(request.prefilled, min(request.prefilled + width, request.to_prefill)) for request in group]
-                self._round.target.prefill(self._state.tokens[rows], spans, rows)
+                target.prefill(self._state.tokens[rows], spans, rows)
             for request in group:
                 request.prefilled = min(request.prefilled + width, request.to_prefill)
             self._start([request for request in group if request.prefilled == request.to_prefill], scheduler)
             seconds = time.perf_counter() - begin
             for stats in (*(request.stats for request in group), self._stats):
                 stats.prefill_seconds += seconds
-            budget -= width * len(group)
+            budget -= sum(end - begin for begin, end in spans) if target.skips_padding else width * len(group)
 
     def _start(self, requests: list[Request], scheduler: Scheduler) -> None:
         """Let rows decode whose prompts have been read."""
@@ -237,18 +239,20 @@ class Server:
         other_seconds = verify_seconds if self._late else time.perf_counter() - launched.begin - draft_seconds
         # Some may have ended in the round before, which had not been read when this one began.
         going = [request for request in launched.requests.values() if not request.ended]
-        width = launched.packed.shape[1] - PACKED_EXTRA
         seconds = self._ranks.end_round([packed[request.slot] for request in going], (draft_seconds, other_seconds))
-        self._lengths.observe_times(len(launched.requests), launched.asked, width, *seconds)
+        news = [self._collect(request, packed[request.slot], launched.asked) for request in going]
+        if self._round.target.skips_padding:
+            size = sum(packed[request.slot][-PACKED_EXTRA + 1] for request in going)
+        else:
+            size = launched.packed.shape[1] - PACKED_EXTRA - 1
+        self._lengths.observe_times(len(launched.requests), launched.asked, size, *seconds)
         self._add_times(self._stats, draft_seconds, verify_seconds)
-        for request in going:
-            slot = request.slot
-            new = self._collect(request, packed[slot], launched.asked)
+        for request, new in zip(going, news, strict=True):
             self._add_times(request.stats, draft_seconds, verify_seconds)
             if request.ended:
                 request.stats.total_seconds = time.perf_counter() - request.started
                 scheduler.release(request)
-                self._state.limits[slot] = 0
+                self._state.limits[request.slot] = 0
             yield request, new
 
     def _collect(self, request: Request, packed: list[int], asked: int) -> int:
@@ -303,13 +307,18 @@ def _sent_to_host(tensor: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":
     return copy, arrived
 
 
-def prefill_chunk(requests: list[Request]) -> tuple[list[Request], int]:
-    """Which of these requests to read next, and how many tokens of each: wide calls, of which at most a quarter is padding."""
+def prefill_chunk(requests: list[Request], skips_padding: bool) -> tuple[list[Request], int]:
+    """Which of these requests to read next, and how many tokens of each at most: wide calls, of which at most a quarter is
+    padding, if there is any."""
     done = [request for request in requests if request.prefilled == request.to_prefill]
     if done:
         return done, 0
     missing = sorted(request.to_prefill - request.prefilled for request in requests)
     widest = max(PREFILL_TOKENS // len(requests), 64)
+    if skips_padding:
+        widths = {min(width, 512) for width in missing}
+        good = [width for width in widths if sum(min(m, width) for m in missing) <= PREFILL_TOKENS]
+        return requests, max([*good, min(widest, 512, missing[-1])])
     widths = {min(width, widest, 512) for width in missing}
     good = [width for width in widths if 4 * sum(min(m, width) for m in missing) >= 3 * len(missing) * width]
     return requests, max(good)

@@ -8,7 +8,7 @@ from tiny_models import greedy, perturbed, random_prompts, tiny
 
 import engine
 from engine.draft_length import AdaptiveLength
-from engine.estimates import Acceptance, Costs
+from engine.estimates import Acceptance, Costs, Payoff
 from engine.state import Proposal
 
 
@@ -27,7 +27,7 @@ class World:
         noise = 1 + 0.05 * self.random.random()
         draft, other = self.draft * asked * noise, (1 + self.column * asked) * noise
         self.lengths.observe(0, [7] * (accepted + 1), accepted, asked, asked)
-        self.lengths.observe_times(1, asked, asked + 1, draft, other)
+        self.lengths.observe_times(1, asked, asked, draft, other)
         return asked, accepted + 1, draft + other
 
     def rate(self, acceptance: float, rounds: int) -> float:
@@ -71,7 +71,7 @@ def test_what_drafting_costs_is_expected_of_other_numbers_of_rows() -> None:
             for row in range(num_rows):
                 accepted = min(k, int(row % 2 == 0))  # one draft in every other row
                 lengths.observe(row, [7] * (accepted + 1), accepted, k, k)
-            lengths.observe_times(num_rows, k, k + 1, 0.5 * k, 1 + 0.5 * k)
+            lengths.observe_times(num_rows, k, k, 0.5 * k, 1 + 0.5 * k)
     assert sum(asked[32:-4]) <= 3  # of 28 rounds, at 1.5 tokens for the time of 2
 
 
@@ -135,7 +135,7 @@ def test_drafts_are_cut_where_confidence_proved_worthless() -> None:
         width = trimmed.tokens.shape[1]
         accepted = next((i for i in range(width) if emitted[i] != drafts[0, i]), width)
         lengths.observe(0, emitted[: accepted + 1], accepted, width, asked)
-        lengths.observe_times(1, asked, width + 1, 1e-5, 1 + 0.1 * width)
+        lengths.observe_times(1, asked, width, 1e-5, 1 + 0.1 * width)
         return width
 
     for _ in range(20):
@@ -160,7 +160,7 @@ def test_sure_drafts_that_stand_are_followed_by_more(confidence: float, most: in
         width = lengths.trim(Proposal(drafts, confidence=torch.full((1, asked), confidence)), [0]).tokens.shape[1]
         accepted = min(width, right)
         lengths.observe(0, [7] * accepted + [8 if right < width else 7], accepted, width, asked)
-        lengths.observe_times(1, asked, width + 1, 0.1 * asked, 1 + 0.03 * width)
+        lengths.observe_times(1, asked, width, 0.1 * asked, 1 + 0.03 * width)
         return asked
 
     for turn in range(100):
@@ -185,7 +185,7 @@ def test_a_drafter_that_ends_early_is_asked_for_all_it_may_give_while_drafting_p
         width = lengths.trim(Proposal(drafts, confidence=confidence), [0]).tokens.shape[1] if asked else 0
         accepted = width if stands else 0
         lengths.observe(0, [7] * accepted + [7 if stands else 8], accepted, width, asked)
-        lengths.observe_times(1, asked, width + 1, 0.3 if asked else 0.0, 1 + 0.03 * width)
+        lengths.observe_times(1, asked, width, 0.3 if asked else 0.0, 1 + 0.03 * width)
         return asked
 
     assert [round(True) for _ in range(10)][-5:] == [15] * 5
@@ -212,10 +212,83 @@ def test_where_nobody_waits_the_row_that_ends_last_decides() -> None:
         for row in rows:
             accepted = asked if row else 0
             lengths.observe(row, [7] * (accepted + 1), accepted, asked, asked)
-        lengths.observe_times(6, asked, asked + 1, 0.05 * asked, 1 + 0.3 * asked)
+        lengths.observe_times(6, asked, asked, 0.05 * asked, 1 + 0.3 * asked)
     assert choose(None) >= 3
     assert choose([90] * 6) == 0
     assert choose([10] + [90] * 5) >= 3  # it will not be the last
+
+
+def rows_of_two_kinds(lengths: AdaptiveLength, confidence: bool) -> Proposal:
+    """Drafts of rows 0 and 2 always stand and those of rows 1 and 3 never do; what is left of the last ones, [4, 4]."""
+    rows = [0, 1, 2, 3]
+    for row in rows:
+        lengths.begin(row)
+    for _ in range(60):
+        asked = lengths.choose(rows, room=4)
+        logits = None if confidence else torch.zeros(4, asked, 9)
+        proposal = Proposal(torch.full((4, asked), 7), logits, confidence=torch.full((4, asked), 0.6))
+        proposal = lengths.trim(proposal, rows)
+        counts = (proposal.tokens >= 0).sum(dim=1).tolist()
+        for row, count in enumerate(counts):
+            accepted = 0 if row % 2 else count
+            lengths.observe(row, [7] * accepted + [8], accepted, count, asked)
+        lengths.observe_times(4, asked, sum(counts), 1e-5, 1 + 0.1 * sum(counts))
+        if asked:
+            last = proposal
+    return last
+
+
+@pytest.mark.parametrize("confidence", [True, False])
+def test_without_padding_each_row_has_a_number_of_its_own(confidence: bool) -> None:
+    """By what came of its drafts; tokens that were drawn are not looked at."""
+    tokens = rows_of_two_kinds(AdaptiveLength(skips_padding=True), confidence).tokens
+    assert (tokens[::2] >= 0).all() and tokens.shape[1] >= 3
+    assert (tokens[1::2] < 0).all()
+
+
+def test_plain_calls_of_a_bad_moment_do_not_make_drafts_look_free() -> None:
+    costs = Costs(0.03)
+    for _ in range(3):
+        costs.add(0, 31.0)
+    for _ in range(20):
+        costs.add(2, 28.0)
+    assert costs.at(0) <= costs.at(1) < 29
+
+
+def test_several_rows_rest_where_drafting_did_not_pay() -> None:
+    payoff = Payoff()
+    rests = []
+    for _ in range(4):
+        while not payoff.rests():
+            payoff.add(plain_seconds=0.99, seconds=1.0)
+        rests.append(1 + sum(payoff.rests() for _ in range(1000)))
+    assert rests == [16, 32, 64, 64]
+    for _ in range(100):
+        payoff.add(plain_seconds=1.01, seconds=1.0)
+        assert not payoff.rests()
+    for _ in range(100):
+        payoff.add(plain_seconds=0.5, seconds=1.0)
+    payoff.begin()  # a new text
+    assert 1 <= sum(payoff.rests() for _ in range(1000)) <= 16
+
+
+@pytest.mark.parametrize(("num_rows", "rests"), [(1, False), (4, True)])
+def test_looking_in_vain_is_given_up_for_a_while(num_rows: int, rests: bool) -> None:
+    """Drafts that cost next to nothing, and never stand."""
+    lengths, rows = AdaptiveLength(skips_padding=True), list(range(num_rows))
+    for row in rows:
+        lengths.begin(row)
+    looked = []
+    for _ in range(400):
+        asked = lengths.choose(rows, room=100)
+        shape = num_rows, asked
+        proposal = lengths.trim(Proposal(torch.full(shape, 7), confidence=torch.full(shape, 0.5)), rows)
+        counts = (proposal.tokens >= 0).sum(dim=1).tolist()
+        for row, count in zip(rows, counts, strict=True):
+            lengths.observe(row, [8], 0, count, asked)
+        lengths.observe_times(num_rows, asked, sum(counts), 0.04 if asked else 0.0, 1 + 0.03 * sum(counts))
+        looked.append(asked > 0)
+    assert (sum(looked[-200:]) < 50) == rests
 
 
 def test_tokens_that_were_drawn_are_not_cut_by_what_they_are() -> None:

@@ -189,7 +189,9 @@ def test_a_stage_that_keeps_kv_stays_in_step(
         # It goes by times: here those of a drafter that pays, which the target itself does not.
         lengths: Any = llm._server._lengths
         observe = lengths.observe_times
-        lengths.observe_times = lambda rows, asked, width, *_: observe(rows, asked, width, asked / 20, 1 + width / 30)
+        lengths.observe_times = lambda rows, asked, size, *_: observe(
+            rows, asked, size, asked / 20, 1 + size / rows / 30
+        )
     outputs = llm.generate(random_prompts(9), engine.SamplingParams(max_new_tokens=30))
     assert [o.token_ids for o in outputs] == expected
     assert len(last.proposed) > 20 and llm.stats.accepted_tokens > 0

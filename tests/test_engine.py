@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import engine
 from engine.detokenize import TextStream
 from engine.scheduler import Request
-from engine.serving import prefill_chunk
+from engine.serving import PREFILL_TOKENS, prefill_chunk
 
 TOKENIZER = byte_tokenizer()
 
@@ -292,10 +292,32 @@ def test_long_prompts_are_read_in_parts_between_the_rounds_of_others(target: Pre
     [([7], 7), ([0, 9], 0), ([100, 100, 100], 100), ([400, 500, 600], 512), ([10, 10, 10, 1000], 10), ([5000], 512)],
 )
 def test_prefill_calls_are_wide_and_little_padded(missing: list[int], expected: int) -> None:
-    requests = [Request(i, [0] * (n + 1), _params(1), 0, 10**6, None) for i, n in enumerate(missing)]
-    group, width = prefill_chunk(requests)
+    group, width = prefill_chunk(_to_read(missing), skips_padding=False)
     assert width == expected
     assert sum(min(n, width) for n in missing) >= 0.75 * width * len(group)
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        *(([7], 7), ([0, 9], 0), ([400, 500, 600], 512), ([10, 10, 10, 1000], 512), ([5000], 512)),
+        *(
+            ([9] * 16, 9),
+            ([400] * 16, 128),
+            ([300] + [20] * 15, 300),
+            ([3] * 64 + [600], 512),
+            ([10] + [400] * 15, 128),
+        ),
+    ],
+)
+def test_prefill_calls_without_padding_are_wider(missing: list[int], expected: int) -> None:
+    _, width = prefill_chunk(_to_read(missing), skips_padding=True)
+    assert width == expected
+    assert sum(min(n, width) for n in missing) <= PREFILL_TOKENS
+
+
+def _to_read(missing: list[int]) -> list[Request]:
+    return [Request(i, [0] * (n + 1), _params(1), 0, 10**6, None) for i, n in enumerate(missing)]
 
 
 def live_tensors() -> int:

@@ -242,6 +242,7 @@ CAPTURED = sorted(set(drafters(tiny("llama"))) - set(ON_THE_HOST))
 def test_a_proposal_needs_nothing_of_the_host(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second time on, where values cannot be looked at, and unless the drafter says that it may not be captured."""
     monkeypatch.setattr(BatchState, "can_look", False)
+    monkeypatch.setattr("engine.model.needs_no_padding", lambda model: False)
     target = tiny("llama", num_hidden_layers=4)
     drafter: Any = drafters(target)[name]()
     llm = engine.load(target, drafter=drafter, num_draft_tokens=4, max_batch_size=2)
@@ -275,6 +276,7 @@ LONGROPE = {"rope_parameters": {**LONG, "original_max_position_embeddings": 48},
 def test_a_model_that_needs_the_host_is_not_captured(
     name: str, changes: dict[str, Any], captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("engine.model.needs_no_padding", lambda model: False)
     target = tiny(name, dtype=torch.float32, **changes)
     llm = engine.load(target, num_draft_tokens=4, max_batch_size=2)
     params = engine.SamplingParams(max_new_tokens=8)

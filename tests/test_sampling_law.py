@@ -116,7 +116,7 @@ def test_a_number_of_drafts_that_changes(target: PreTrainedModel, verification: 
     )
     lengths: Any = llm._server._lengths
     observe = lengths.observe_times
-    lengths.observe_times = lambda rows, asked, width, *_: observe(rows, asked, width, asked / 20, 1 + width / 30)
+    lengths.observe_times = lambda rows, asked, size, *_: observe(rows, asked, size, asked / 20, 1 + size / rows / 30)
     assert p_value(llm, target, SETTINGS[0], SOME) > 1e-3
     assert SOME / 10 < llm.stats.draft_tokens < SOME, "rounds with drafts, and without"
 

@@ -1,0 +1,116 @@
+"""Calls of several rows on a CPU leave out what is padding, and nothing else about them changes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny_models import CONFIGS, CONTEXT, EAGER_ONLY, GROUPED_EXPERTS, greedy, random_prompts, tiny
+from transformers import PreTrainedModel
+
+import engine
+from engine.attention import PART
+from engine.model import RaggedModel
+
+KEEP_PADDING = {"falcon", *EAGER_ONLY}  # whose attention is their own
+START = [20, 13, 7, 30, 25]
+
+
+@contextmanager
+def tokens_read(model: PreTrainedModel) -> Iterator[list[int]]:
+    """How many tokens each call of the model was for."""
+    counts: list[int] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: counts.append(inputs[0].numel()))
+    try:
+        yield counts
+    finally:
+        hook.remove()
+
+
+def ragged(model: PreTrainedModel, skips_padding: bool, num_slots: int = 5) -> RaggedModel:
+    made = RaggedModel(model, num_slots)
+    assert made.skips_padding
+    made.skips_padding = skips_padding
+    made.cache.reserve(model.config.max_position_embeddings)
+    return made
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_which_models_do(name: str) -> None:
+    assert RaggedModel(tiny(name), 2).skips_padding == (name not in KEEP_PADDING)
+    assert not RaggedModel(tiny(name), 2, exact=True).skips_padding
+
+
+@pytest.mark.parametrize("num_valid", [[1, 4, 0, 2, 3], [0, 0, 0, 0, 2], [2, 2, 1, 1, 2], [3, 0, 3, 0, 3], [1] * 5])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in KEEP_PADDING])
+def test_the_same_logits_hidden_states_and_cache(name: str, num_valid: list[int]) -> None:
+    model = tiny(name, dtype=torch.float32 if name in GROUPED_EXPERTS else torch.float64)
+    tokens = torch.randint(0, model.config.vocab_size, (5, CONTEXT), generator=torch.Generator().manual_seed(0))
+    start, count, column = torch.tensor(START), torch.tensor(num_valid), torch.arange(4)
+    new = tokens.gather(1, start[:, None] + column)
+    found = []
+    for skips_padding in (False, True):
+        made = ragged(model, skips_padding)
+        hidden = made.keep_hidden_states([0, 2])
+        with tokens_read(model) as read:
+            made.prefill(tokens, [(0, length) for length in START], slice(0, 5))
+            logits = made.decode(new, start, count, slice(0, 5), 36)
+        some = torch.tensor([3, 1, 4])  # slots that do not lie side by side
+        again = made.decode(new[some], start[some], count[some], some, 36)
+        valid = column < count[:, None]
+        kv = [
+            states[slot, :, : length + valid_]
+            for layer in made.cache.ragged_layers
+            for states in (layer.keys, layer.values)
+            for slot, (length, valid_) in enumerate(zip(START, num_valid, strict=True))
+        ]
+        kept = hidden.gather(slice(0, 5), start[:, None] + column)
+        found.append([logits[valid], again[valid[some]], kept[valid], *kv])
+        assert read == ([sum(START), sum(num_valid)] if skips_padding else [5 * max(START), 5 * 4])
+    for padded, unpadded in zip(*found, strict=True):
+        torch.testing.assert_close(unpadded, padded, rtol=1e-5, atol=1e-5)
+
+
+def test_long_prompts_of_different_length_are_read_together() -> None:
+    """In parts, each of which attends to what it can see."""
+    model = tiny("llama", max_position_embeddings=4 * PART)
+    tokens = torch.randint(0, model.config.vocab_size, (3, 3 * PART), generator=torch.Generator().manual_seed(0))
+    spans = [(0, 2 * PART + 5), (0, 9), (0, PART)]
+    found = []
+    for skips_padding in (False, True):
+        made = ragged(model, skips_padding, num_slots=3)
+        made.prefill(tokens, spans, slice(0, 3))
+        found.append(
+            [layer.keys[row, :, :end] for layer in made.cache.ragged_layers for row, (_, end) in enumerate(spans)]
+        )
+    for padded, unpadded in zip(*found, strict=True):
+        torch.testing.assert_close(unpadded, padded)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [4, "auto"])
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_every_token_is_read_once_and_no_other(drafter: str | None, num_draft_tokens: int | str) -> None:
+    """Rows that have ended cost nothing, nor do those with fewer drafts than others."""
+    target, prompts = tiny("llama"), random_prompts(9)
+    lengths = [3, 20, 7, 12, 1, 16, 9, 2, 30]
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=num_draft_tokens, max_batch_size=4)
+    params = [engine.SamplingParams(max_new_tokens=length) for length in lengths]
+    with tokens_read(target) as read:
+        outputs = llm.generate(prompts, params)
+    for output, prompt, length in zip(outputs, prompts, lengths, strict=True):
+        assert output.token_ids == greedy(target, prompt, length)
+    to_prefill = sum(len(prompt) - 1 for prompt in prompts)
+    assert sum(read) == to_prefill + llm.stats.rounds + llm.stats.draft_tokens
+    assert drafter is None or llm.stats.draft_tokens > 0
+
+
+def test_other_architectures_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else than attention looks across tokens is not known of them."""
+    monkeypatch.setattr("engine.model.TESTED", frozenset[str]())
+    target, prompts = tiny("llama"), random_prompts(3)
+    llm = engine.load(target, max_batch_size=3)
+    with tokens_read(target) as read:
+        outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=8))
+    assert [output.token_ids for output in outputs] == [greedy(target, prompt, 8) for prompt in prompts]
+    to_prefill = sum(len(prompt) - 1 for prompt in prompts)
+    assert sum(read) > to_prefill + llm.stats.rounds + llm.stats.draft_tokens
