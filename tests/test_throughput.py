@@ -44,6 +44,7 @@ target = throughput_runs.target
     [
         (["-k", "-1"], 'num_draft_tokens must be >= 0 or "auto", got -1'),
         (["-b", "0"], "batch_sizes must be >= 1, got 0"),
+        (["--batches-per-call", "0"], "batches_per_call must be >= 1, got 0"),
         (["-n", "4", "0"], "max_new_tokens must be >= 1, got 0"),
         (["-T", "-0.5"], "temperatures must be finite numbers >= 0, got -0.5"),
         (["-T", "nan"], "temperatures must be finite numbers >= 0, got nan"),

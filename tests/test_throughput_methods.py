@@ -140,6 +140,23 @@ def test_greedy_drafts_are_asked_of_every_stage(target: str, draft: str, tmp_pat
             assert stage.greedy is (drafts == "greedy"), drafter
 
 
+def test_more_prompts_than_a_batch_in_a_call(bench: Callable[..., Path]) -> None:
+    """transformers takes batch after batch, and the texts are those of single prompts."""
+    texts = []
+    for words in ((), ("--restart", "-b", "2", "--batches-per-call", "2")):
+        folder = bench(*words, "--max-turns", "1", "-k", "2", baselines="plain lookup", tokens="8")
+        records = read_records(folder)
+        texts.append({(r["method"], r["line"]): r["token_ids"] for r in records})
+    assert {name for name, _ in texts[1]} == {"ours plain", "ours ngram K=2", "transformers plain"}
+    assert all(texts[0][key] == tokens for key, tokens in texts[1].items())
+    assert len({r["group"] for r in records}) == 1
+    for name in ("ours plain", "transformers plain"):
+        mine = [r for r in records if r["method"] == name]
+        assert {r["call_tokens"] for r in mine} == {sum(r["new_tokens"] for r in mine)}
+        assert {r["prefill_tokens"] for r in mine} == {3 if name == "transformers plain" else 0}
+    assert "batch 2 of 4 prompts a call, greedy" in (folder / "table.md").read_text()
+
+
 def test_auto_is_for_the_engine_to_choose(bench: Callable[..., Path]) -> None:
     """Others need a number, and are not asked."""
     folder = bench("-k", "auto", "--categories", "edit", "--load-option", "max_length=100", baselines="plain lookup")

@@ -92,6 +92,10 @@ def parser() -> argparse.ArgumentParser:
     )
     work.add_argument("--template", help="chat, raw, or auto: chat where the tokenizer has a template")
     work.add_argument("--batch-sizes", "-b", nargs="+", type=int, metavar="B")
+    work.add_argument(
+        "--batches-per-call", type=int, metavar="N",
+        help="prompts for so many batches in each call: ours fills free slots, transformers takes batch after batch",
+    )  # fmt: skip
     work.add_argument("--temperatures", "-T", nargs="+", type=float, metavar="T", help="0 is greedy")
     work.add_argument("--max-new-tokens", "-n", nargs="+", type=int, metavar="N")
     work.add_argument("--ignore-eos", action="store_true", help="all answers get --max-new-tokens tokens")

@@ -66,7 +66,7 @@ class Transformers(Method):
 
     def prepare(self, bed: Bed, contest: Contest) -> None:
         self._model: PreTrainedModel | None = bed.stock_copy()
-        self._bed, self._temperature = bed, contest.temperature
+        self._bed, self._temperature, self._batch_size = bed, contest.temperature, contest.batch_size
 
     def _sampling(self) -> dict[str, Any]:
         if self._temperature == 0:
@@ -74,6 +74,16 @@ class Transformers(Method):
         return {"do_sample": True, "temperature": self._temperature, "top_k": 0, "top_p": 1.0}
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
+        """Batch after batch."""
+        size = self._batch_size
+        batches = range(0, len(prompts), size)
+        calls = [self._batch(prompts[i : i + size], seeds[i : i + size], max_new_tokens) for i in batches]
+        rows = [row for call in calls for row in call.rows]
+        return Call(
+            rows, sum(call.prefill_seconds or 0.0 for call in calls), sum(call.prefill_tokens for call in calls)
+        )
+
+    def _batch(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         assert self._model is not None
         longest, device = max(map(len, prompts)), self._bed.device
         pad = self._bed.pad_token_id

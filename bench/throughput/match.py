@@ -41,7 +41,7 @@ class Match:
         self, options: Options, records: Records, bed: Bed, contest: Contest, prompts: Sequence[Prompt]
     ) -> None:
         self.options, self.records, self.bed, self.contest = options, records, bed, contest
-        self.groups = groups(prompts, contest.batch_size)
+        self.groups = groups(prompts, contest.prompts_per_call)
         room = bed.context_length - contest.max_new_tokens
         if room < 2:
             raise ValueError(

@@ -24,11 +24,19 @@ class Contest:
     batch_size: int
     temperature: float
     max_new_tokens: int
+    batches_per_call: int = 1
+
+    @property
+    def prompts_per_call(self) -> int:
+        return self.batch_size * self.batches_per_call
 
     @property
     def label(self) -> str:
         rule = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
-        return f"{self.dtype}, batch {self.batch_size}, {rule}, {self.max_new_tokens} new tokens"
+        size = f"batch {self.batch_size}"
+        if self.batches_per_call > 1:
+            size += f" of {self.prompts_per_call} prompts a call"
+        return f"{self.dtype}, {size}, {rule}, {self.max_new_tokens} new tokens"
 
 
 @dataclass
@@ -102,7 +110,7 @@ class Method(ABC):
                 return f"cannot import {self.module}: {type(error).__name__}: {error}".splitlines()[0]
         if self.needs_gpu and device != "cuda":
             return "needs a GPU"
-        if self.one_at_a_time and contest.batch_size > 1:
+        if self.one_at_a_time and contest.prompts_per_call > 1:
             return "serves one prompt at a time, no batches"
         return None
 

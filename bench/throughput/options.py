@@ -49,6 +49,7 @@ class Options:
     num_draft_tokens: tuple[int | str, ...] = (5,)
     verification: tuple[str, ...] = ("rejection",)
     batch_sizes: tuple[int, ...] = (1,)
+    batches_per_call: int = 1
     temperatures: tuple[float, ...] = (0.0,)
     max_new_tokens: tuple[int, ...] = (128,)
     dtypes: tuple[str, ...] = ("auto",)
@@ -76,6 +77,7 @@ class Options:
         for name in ("per_category", "max_turns"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
+        _at_least_one("batches_per_call", self.batches_per_call)
         _at_least_one("repeats", self.repeats)
         if self.max_prompt_tokens < 2:
             raise ValueError(f"max_prompt_tokens must be >= 2, got {self.max_prompt_tokens}")

@@ -98,12 +98,12 @@ class Group:
         return names.pop() if len(names) == 1 else "mixed"
 
 
-def groups(prompts: Sequence[Prompt], batch_size: int) -> list[Group]:
-    """Batches of prompts, all first turns before all second ones. The last batch of a turn may be smaller."""
+def groups(prompts: Sequence[Prompt], prompts_per_call: int) -> list[Group]:
+    """Prompts by calls, all first turns before all second ones. The last call of a turn may have fewer."""
     made = []
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
         rows = [prompt for prompt in prompts if len(prompt.turns) > turn]
-        made += [Group(tuple(rows[i : i + batch_size]), turn) for i in range(0, len(rows), batch_size)]
+        made += [Group(tuple(rows[i : i + prompts_per_call]), turn) for i in range(0, len(rows), prompts_per_call)]
     return made
 
 

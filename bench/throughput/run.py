@@ -77,13 +77,13 @@ def run(options: Options, restart: bool = False) -> Records:
     if records.run["complete"]:
         say(f"{options.out} holds this run, complete: nothing is measured again")
         return records
-    units = sum(len(groups(prompts, contest.batch_size)) for contest in planned) * options.repeats
+    units = sum(len(groups(prompts, contest.prompts_per_call)) for contest in planned) * options.repeats
     with tqdm(total=units * len(options.dtypes), unit="call", dynamic_ncols=True, smoothing=0) as bar:
         for dtype in options.dtypes:
             bed = None
             for contest in plan.contests(options, dtype):
                 if contest.label in records.run["finished"]:
-                    skip(bar, len(groups(prompts, contest.batch_size)) * options.repeats)
+                    skip(bar, len(groups(prompts, contest.prompts_per_call)) * options.repeats)
                     continue
                 bed = bed or load_bed(options, dtype)
                 Match(options, records, bed, replace(contest, dtype=bed.dtype), prompts).play(bar)
