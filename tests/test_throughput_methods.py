@@ -155,6 +155,8 @@ def test_more_prompts_than_a_batch_in_a_call(bench: Callable[..., Path]) -> None
         assert {r["call_tokens"] for r in mine} == {sum(r["new_tokens"] for r in mine)}
         assert {r["prefill_tokens"] for r in mine} == {3 if name == "transformers plain" else 0}
     assert "batch 2 of 4 prompts a call, greedy" in (folder / "table.md").read_text()
+    (found,) = summarize(records, "transformers plain").values()
+    assert {summary.parts_per_round() for summary in found} == {None}  # rows come and go
 
 
 def test_auto_is_for_the_engine_to_choose(bench: Callable[..., Path]) -> None:

@@ -100,9 +100,12 @@ class Summary:
         """Seconds of drafting, verification and all else in a round, mean of a call and median of the calls; None where a
         method does not tell.
 
-        A batch goes through its rounds together, so they are those of its longest-running row.
+        A batch goes through its rounds together, so they are those of its longest-running row. With several batches in a call
+        rows come and go, and how many rounds there were is not known.
         """
         names = ("draft", "verify", "overhead")
+        if any(len(call.rows) > call.rows[0]["contest"]["batch_size"] for call in self.calls):
+            return None
         if not self.calls or any(row[f"{name}_seconds"] is None for row in self.rows for name in names):
             return None
         rounds = [max(row["rounds"] for row in call.rows) for call in self.calls]
