@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .backend import ragged_attention
-from .cache import CallPlan, RaggedCache, Run
+from .cache import CallPlan, RaggedCache
 
 PART = 128  # columns of a prefill that attend together
 GROUPED, RAGGED = "speculative_engine_grouped", "speculative_engine_ragged"
@@ -45,12 +45,12 @@ def _grouped(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     plan, group = _caches[-1].plan, query.shape[1] // key.shape[1]
     if plan.runs is None:
-        whole = Run(slice(0, len(query)), slice(0, 0), query.shape[2])
-        return _attend(query, key, value, _parts(plan, whole, attention_mask, group, query.dtype), scaling), None
+        parts = _parts(plan, slice(None), query.shape[2], attention_mask, group, query.dtype)
+        return _attend(query, key, value, parts, scaling), None
     outputs = []
     for run in plan.runs:
         columns = query[0, :, run.tokens].unflatten(1, (-1, run.width)).transpose(0, 1)
-        parts = _parts(plan, run, attention_mask, group, query.dtype)
+        parts = _parts(plan, run.rows, run.width, attention_mask, group, query.dtype)
         outputs.append(_attend(columns, key[run.rows], value[run.rows], parts, scaling).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
@@ -80,17 +80,17 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[_Part], s
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
 
 
-def _parts(plan: CallPlan, run: Run, mask: Tensor, group: int, dtype: torch.dtype) -> list[_Part]:
-    """The columns of rows of a call; a prefill's in parts, of which the first need not see all keys."""
-    key = id(mask), run.rows.start, group, dtype
+def _parts(plan: CallPlan, rows: slice, width: int, mask: Tensor, group: int, dtype: torch.dtype) -> list[_Part]:
+    """The first columns of some rows of a call; a prefill's in parts, of which the first need not see all keys."""
+    key = id(mask), rows.start, group, dtype
     if key not in plan.prepared:
-        mask_of_rows, num_keys = mask[run.rows], mask.shape[-1]
+        num_keys = mask.shape[-1]
         parts = []
-        for begin in range(0, run.width, PART):
-            end = min(begin + PART, run.width)
-            whole = plan.runs is None and end == run.width
-            seen = num_keys if whole else min(int(plan.start[run.rows].max()) + end, num_keys)
-            visible = mask_of_rows[:, :, begin:end, :seen]
+        for begin in range(0, width, PART):
+            end = min(begin + PART, width)
+            last = plan.runs is None and end == width
+            seen = num_keys if last else min(int(plan.start[rows].max()) + end, num_keys)
+            visible = mask[rows, :, begin:end, :seen]
             added = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
             added = added.expand(-1, group, -1, -1).reshape(len(visible), 1, -1, seen)
             parts.append(_Part(slice(begin, end), seen, added))
