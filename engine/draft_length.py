@@ -25,7 +25,7 @@ _SURE = 14  # bin of confidence from which a row whose drafts all stood is asked
 _PLAIN_CALLS, _PLAIN_AGAIN = 3, 32  # with several rows: before there are drafts, and one in so many rounds with drafts
 _USUAL = 3  # drafts, for how many rounds a row will need
 # A token of a row that will have ended after half the time counts a quarter; with padding, where a draft of one row costs as
-# much as one of each, next to nothing. (Best of 0 to 16 in simulated rounds of 4 to 16 rows.)
+# much as one of each, next to nothing. (The best of 0 to 8 in simulated rounds of 4 to 16 rows.)
 _URGENCY, _URGENCY_PADDED = 2, 8
 _WORTHLESS = 0.01  # tokens: what no draft is verified for
 _PROBE_AFTER = (2, 32)  # rounds without a draft until one is tried: at first, at most

@@ -176,3 +176,10 @@ class Graphs:
         """Forget all graphs: a buffer that they use has moved."""
         self._captured.clear()
         self._seen.clear()
+
+
+def bucket(size: int, smallest: int) -> int:
+    """The next power of two times `smallest`."""
+    while smallest < size:
+        smallest *= 2
+    return smallest

@@ -1,4 +1,4 @@
-"""Waiting prompts and free slots."""
+"""Waiting prompts and free slots, and which prompts to read next."""
 
 import heapq
 from collections import deque
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from .config import SamplingParams
 from .detokenize import TextStream
 from .metrics import Stats
+
+PREFILL_TOKENS = 2048  # per step, with padding if there is any: running rows wait for no more than this
 
 
 @dataclass
@@ -79,3 +81,21 @@ class Scheduler:
         """Free the slot of a request that has ended."""
         del self.running[request.slot]
         heapq.heappush(self._free, request.slot)
+
+
+def prefill_chunk(requests: list[Request], skips_padding: bool) -> tuple[list[Request], int]:
+    """Which of these requests to read next, and how many tokens of each at most: wide calls, of which at most a quarter is
+    padding, if there is any."""
+    done = [request for request in requests if request.prefilled == request.to_prefill]
+    if done:
+        return done, 0
+    missing = sorted(request.to_prefill - request.prefilled for request in requests)
+    widest = max(PREFILL_TOKENS // len(requests), 64)
+    if skips_padding:
+        widths = {min(width, 512) for width in missing}
+        good = [width for width in widths if sum(min(m, width) for m in missing) <= PREFILL_TOKENS]
+        good = [width for width in good if len(missing) * width <= 4 * PREFILL_TOKENS]  # masks do have padding
+        return requests, max([*good, min(widest, 512, missing[-1])])
+    widths = {min(width, widest, 512) for width in missing}
+    good = [width for width in widths if 4 * sum(min(m, width) for m in missing) >= 3 * len(missing) * width]
+    return requests, max(good)

@@ -15,16 +15,15 @@ from torch import Tensor
 from .backend import FATAL_STATUS, Status
 from .config import EngineConfig, SamplingParams
 from .draft_length import FixedLength
-from .graphs import on_device
+from .graphs import bucket, on_device
 from .metrics import Stats
 from .parallel import Ranks
 from .round import PACKED_EXTRA, Round
-from .scheduler import Request, Scheduler
+from .scheduler import PREFILL_TOKENS, Request, Scheduler, prefill_chunk
 from .state import BatchState, Proposal
 
 logger = logging.getLogger(__name__)
 _FATAL, _INVALID_DRAFT = int(FATAL_STATUS), int(Status.INVALID_DRAFT)  # IntFlag is slow, and asked per row
-PREFILL_TOKENS = 2048  # per step, with padding if there is any: running rows wait for no more than this
 
 
 @dataclass
@@ -305,27 +304,3 @@ def _sent_to_host(tensor: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(tensor.device))
     return copy, arrived
-
-
-def prefill_chunk(requests: list[Request], skips_padding: bool) -> tuple[list[Request], int]:
-    """Which of these requests to read next, and how many tokens of each at most: wide calls, of which at most a quarter is
-    padding, if there is any."""
-    done = [request for request in requests if request.prefilled == request.to_prefill]
-    if done:
-        return done, 0
-    missing = sorted(request.to_prefill - request.prefilled for request in requests)
-    widest = max(PREFILL_TOKENS // len(requests), 64)
-    if skips_padding:
-        widths = {min(width, 512) for width in missing}
-        good = [width for width in widths if sum(min(m, width) for m in missing) <= PREFILL_TOKENS]
-        return requests, max([*good, min(widest, 512, missing[-1])])
-    widths = {min(width, widest, 512) for width in missing}
-    good = [width for width in widths if 4 * sum(min(m, width) for m in missing) >= 3 * len(missing) * width]
-    return requests, max(good)
-
-
-def bucket(size: int, smallest: int) -> int:
-    """The next power of two times `smallest`."""
-    while smallest < size:
-        smallest *= 2
-    return smallest

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 import engine
 from engine.detokenize import TextStream
-from engine.scheduler import Request
-from engine.serving import PREFILL_TOKENS, prefill_chunk
+from engine.scheduler import PREFILL_TOKENS, Request, prefill_chunk
 
 TOKENIZER = byte_tokenizer()
 
@@ -305,7 +304,8 @@ def test_prefill_calls_are_wide_and_little_padded(missing: list[int], expected: 
             ([9] * 16, 9),
             ([400] * 16, 128),
             ([300] + [20] * 15, 300),
-            ([3] * 64 + [600], 512),
+            ([3] * 64 + [600], 64),
+            ([3] * 15 + [600], 512),
             ([10] + [400] * 15, 128),
         ),
     ],
