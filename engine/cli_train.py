@@ -81,7 +81,8 @@ def train(
         bool,
         _option(
             "--freeze-head/--no-freeze-head",
-            "eagle3: the output matrix stays the target's; not saved then, which this engine alone reads.",
+            "eagle3: the output matrix stays the target's, so that all tokens of a text can be drafted behind it; for this "
+            "engine alone.",
         ),
     ] = _DEFAULT.freeze_head,
     num_steps: Annotated[

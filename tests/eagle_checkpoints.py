@@ -160,6 +160,8 @@ class Head:
         tensors = {name: v.to(target.dtype) if v.is_floating_point() else v for name, v in self.tensors.items()}
         tensors.setdefault("embed_tokens.weight", target.get_input_embeddings().weight.detach())
         rows = target.get_output_embeddings().weight.detach()
+        if "lm_head.weight" not in tensors and self.draft_ids is not None:
+            tensors["target.lm_head.weight"] = rows
         tensors.setdefault("lm_head.weight", rows if self.draft_ids is None else rows[self.draft_ids])
         return replace(self, tensors=tensors)
 
@@ -201,13 +203,22 @@ class Head:
     def drafts(self, target: PreTrainedModel, text: list[int], count: int) -> list[int]:
         """The greedy drafts that follow a text of two tokens or more; everything is computed anew for each."""
         features, tokens = self.reads(target, text[:-1]), text[1:]
+        ids, rows = self.vocabulary(text)
         found: list[int] = []
         for _ in range(count):
             outputs, final = self.network(features, torch.tensor(tokens))
-            best = int((self.tensors["lm_head.weight"] @ final[-1]).argmax())
-            found.append(best if self.draft_ids is None else self.draft_ids[best])
+            found.append(ids[int((rows @ final[-1]).argmax())])
             features, tokens = torch.cat([features, outputs[-1:]]), [*tokens, found[-1]]
         return found
+
+    def vocabulary(self, text: list[int]) -> tuple[list[int], Tensor]:
+        """What is drafted behind a text, as target ids, and the rows of the output matrix for them: the text's own tokens too,
+        where these are the target's."""
+        ids, rows = self.draft_ids or list(range(self.vocab)), self.tensors["lm_head.weight"]
+        if "target.lm_head.weight" not in self.tensors:
+            return ids, rows
+        more = sorted(set(text) - set(ids))
+        return ids + more, torch.cat([rows, self.tensors["target.lm_head.weight"][more]])
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         y = x @ self.tensors[f"{name}.weight"].T

@@ -193,9 +193,11 @@ def good(
     """Heads that know something of these texts."""
     common = sorted(token for token, _ in Counter(itertools.chain(*texts)).most_common(40))
     eagle3, eagle1 = good_eagle3(small, texts, common), good_eagle1(small, texts)
+    frozen = Head(draft_ids=common[:9], layers=(0, 1, 2), left_out=("embed_tokens.weight", "lm_head.weight"))
     return {
         "eagle3": (eagle3, eagle3.speculators(tmp_path_factory.mktemp("eagle3"))),
         "eagle1": (eagle1, eagle1.repository(tmp_path_factory.mktemp("eagle1"))),
+        "frozen": (frozen, frozen.speculators(tmp_path_factory.mktemp("frozen"))),
     }
 
 
@@ -326,7 +328,7 @@ def test_confidence_is_the_probability(small: PreTrainedModel, good: Any) -> Non
         torch.testing.assert_close(proposal.confidence[0, step].double(), law.max(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle1", "frozen"])
 def test_logits_are_of_the_targets_ids(small: PreTrainedModel, good: Any, name: str) -> None:
     """And so are their stats; one row is greedy, one is not."""
     head, folder = good[name]
@@ -335,7 +337,7 @@ def test_logits_are_of_the_targets_ids(small: PreTrainedModel, good: Any, name: 
     )
     assert proposal.logits.shape == (2, 3, VOCAB) and proposal.confidence is None
     finite = proposal.logits.isfinite()
-    ids = head.draft_ids or list(range(VOCAB))
+    ids, _ = head.of(small).vocabulary([3, 4, 5])
     assert bool(finite[..., ids].all()) and int(finite.sum()) == 2 * 3 * len(ids)
     expected = row_stats(proposal.logits, **sampling)
     for field in ("threshold", "lse", "argmax"):
@@ -370,8 +372,14 @@ def test_drawn_drafts_end_early_where_nobody_can_tell(
 # The law.
 
 
-def law_drafter(folder: Path, eagle_version: int, **options: Any) -> EagleDrafter:
-    """A random head; that of EAGLE-3 knows but five of the six tokens."""
+def law_drafter(folder: Path, eagle_version: int, frozen: bool = False, **options: Any) -> EagleDrafter:
+    """A random head; that of EAGLE-3 knows but five of the six tokens, or two where its output matrix is the target's, and those of
+    the text."""
+    if eagle_version == 3 and frozen:
+        head = Head(
+            vocab=LAW_VOCAB, draft_ids=[1, 4], layers=(0, 1), seed=4, left_out=("embed_tokens.weight", "lm_head.weight")
+        )
+        return drafter_of(head.speculators(folder), **options)
     if eagle_version == 3:
         head = Head(vocab=LAW_VOCAB, draft_ids=[0, 1, 3, 4, 5], layers=(0, 1), seed=4)
         head.tensors["lm_head.weight"] *= 0.5
@@ -385,9 +393,16 @@ def law_drafter(folder: Path, eagle_version: int, **options: Any) -> EagleDrafte
 PLAIN, FILTERED = dict(temperature=1.0), dict(temperature=0.7, top_k=5, top_p=0.9)
 LAWS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (3, "rejection", PLAIN, {}), (3, "block", FILTERED, {}), (3, "coupled", PLAIN, {}), (3, "rejection", PLAIN, {"greedy": True}),
+    (3, "rejection", FILTERED, {"frozen": True}), (3, "block", PLAIN, {"frozen": True}), (3, "coupled", PLAIN, {"frozen": True}),
     (1, "rejection", FILTERED, {}), (1, "block", PLAIN, {}), (1, "coupled", PLAIN, {}),
 ]  # fmt: skip
-EVERY_LAW = itertools.product((3, 1), ("rejection", "block", "coupled"), (PLAIN, FILTERED), ({}, {"greedy": True}))
+EVERY_LAW = [
+    case
+    for case in itertools.product(
+        (3, 1), ("rejection", "block", "coupled"), (PLAIN, FILTERED), ({}, {"greedy": True}, {"frozen": True})
+    )
+    if case[0] == 3 or "frozen" not in case[3]
+]
 
 
 @pytest.mark.parametrize(
@@ -457,6 +472,7 @@ def graphs_of(llm: engine.Engine, late: bool) -> CountedGraphs:
     [
         ("eagle3", 3, True),
         ("eagle1", "auto", False),
+        ("frozen", 3, True),
         pytest.param("eagle1", 2, False, marks=pytest.mark.slow),
         pytest.param("eagle3", "auto", True, marks=pytest.mark.slow),
     ],
@@ -476,12 +492,17 @@ def test_replayed_rounds(
     assert 0 < len(propose_keys) < 12
 
 
-@pytest.mark.parametrize("verification", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
-def test_replayed_rounds_sample_the_same(small: PreTrainedModel, good: Any, blind: None, verification: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "verification"),
+    [("eagle3", "rejection"), ("frozen", "block"), pytest.param("eagle3", "block", marks=pytest.mark.slow)],
+)
+def test_replayed_rounds_sample_the_same(
+    small: PreTrainedModel, good: Any, blind: None, name: str, verification: str
+) -> None:
     params = [engine.SamplingParams(temperature=0.5 * (i % 3), top_p=0.9, seed=i, max_new_tokens=24) for i in range(6)]
     outputs = []
     for graphed in (False, True):
-        llm = engine.load(small, good["eagle3"][1], 3, verification, max_batch_size=4)
+        llm = engine.load(small, good[name][1], 3, verification, max_batch_size=4)
         graphs = graphs_of(llm, late=False) if graphed else None
         outputs.append([output.token_ids for output in llm.generate(random_prompts(6), params)])
     assert graphs is not None and graphs.replays > 10

@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import re
 import shlex
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "smollm2_135m_instruct"
 sys.path.append(str(ROOT))  # recipes/ is not installed
 
-from recipes.smollm2_135m_instruct import invented, prompts, real_texts, templates, words  # noqa: E402
+from recipes.smollm2_135m_instruct import invented, more_texts, prompts, real_texts, templates, words  # noqa: E402
 
 
 def test_prompts_are_the_same_each_time_distinct_and_not_empty() -> None:
@@ -77,7 +79,7 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
         check=True,
         env={**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "COMMANDS": str(commands)},
     )
-    prompts_made, invented_made, real_made, *trainings = [
+    prompts_made, invented_made, real_made, more_made, other_made, *trainings = [
         shlex.split(line) for line in commands.read_text().splitlines()
     ]
     assert prompts_made == ["-m", "recipes.smollm2_135m_instruct.prompts", "--out", f"{out}/templates.jsonl"]
@@ -85,16 +87,30 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     assert invented_made == expected
     expected = ["--out", f"{out}/real.jsonl", "--texts", f"{out}/texts"]
     assert real_made == ["-m", "recipes.smollm2_135m_instruct.real_texts", *expected]
+    expected = [
+        "-m",
+        "recipes.smollm2_135m_instruct.more_texts",
+        "--out",
+        f"{out}/more.jsonl",
+        "--texts",
+        f"{out}/texts",
+    ]
+    assert more_made == [*expected, "--count", "2600"]
+    expected[3] = f"{out}/other.jsonl"
+    assert other_made == [*expected, "--count", "1920", "--seed", "6", "--templates", "640"]
     train = typer.main.get_command(cli.app).commands["train"]
-    first, second, third, fourth = (train.make_context("train", words[3:]).params for words in trainings)
-    for options in (first, second, third, fourth):
+    runs = first, second, third, fourth, fifth = tuple(
+        train.make_context("train", words[3:]).params for words in trainings
+    )
+    for options in runs:
         assert options["method"] == "eagle3" and options["freeze_head"] and options["num_steps"] == 3
     assert second["start_from"] == str(first["out"]) == f"{out}/first"
     assert third["start_from"] == str(second["out"]) == f"{out}/second"
-    assert fourth["start_from"] == str(third["out"]) == f"{out}/third" and str(fourth["out"]) == f"{out}/head"
-    assert [options["learn_prompts"] for options in (first, second, third, fourth)] == [False, False, True, True]
-    read = [Path(options["prompts"]).read_text().splitlines() for options in (first, second, third, fourth)]
-    assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000]
+    assert fourth["start_from"] == str(third["out"]) == f"{out}/third"
+    assert fifth["start_from"] == str(fourth["out"]) == f"{out}/fourth" and str(fifth["out"]) == f"{out}/head"
+    assert [options["learn_prompts"] for options in runs] == [False, False, True, True, True]
+    read = [Path(options["prompts"]).read_text().splitlines() for options in runs]
+    assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000, 690 + 335 + 4000 + 4000]
     invented_ones = [str(number) for number in range(1, 4001)]
     assert sorted(read[2]) == sorted([*read[0], *invented_ones])
     assert sorted(read[3]) == sorted([*(out / "real.jsonl").read_text().splitlines(), *invented_ones])
@@ -156,6 +172,71 @@ def test_too_few_real_texts_are_an_error(tmp_path: Path) -> None:
         real_texts.make_prompts(tmp_path, 10_000, seed=0)
     with pytest.raises(ValueError, match=r"no texts in .*sotu"):
         real_texts.make_prompts(tmp_path / "nowhere", 10, seed=0)
+
+
+def write_more_texts(folder: Path) -> Path:
+    """The rest of what fetch_texts.sh brings, with a few texts."""
+    write_texts(folder)
+    nouns = [
+        f"0004{number}001 {kind} n 01 {name}{letter} 0 001 {'@i' if name[0].isupper() else '@'} 00039000 n 0000 | what it is  "
+        for number, (kind, name) in enumerate([
+            ("18", "Ada_"), ("15", "Lake_"), ("11", "War_of_"), ("05", "cat_"), ("20", "rose_"), ("06", "cup_"), ("13", "soup_"),
+            ("09", "law_"), ("18", "baker_"), ("03", "entity_"),
+        ])
+        for letter in "abcdefgh"
+    ]  # fmt: skip
+    story = "The sea was calm and nobody on board had slept for many nights now. " * 40
+    page = "The installer asks for a name and a password before it writes anything. " * 30
+    files = {
+        "wordnet/package/dict/data.noun": "\n".join(["  1 This is the licence 18 n", *nouns]),
+        "moby/package/data/chapter_1.txt": f"CHAPTER 1. Loomings.\n\n{story}",
+        "guide/usr/en/a.html": f"<p>\n{page} &amp; so <em>on</em>.</p><div>not this</div>",
+        "guide/usr/de/a.html": "<p>" + "Nicht auf Deutsch gefragt. " * 60 + "</p>",
+        "handbook/usr/html/en-US/b.html": "<p>too short a page</p>",
+    }
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    catalog = folder / "wesnoth/usr/de/LC_MESSAGES/wesnoth.mo"
+    catalog.parent.mkdir(parents=True)
+    said = {f"Go {number}!": f"Wir gehen heute noch bis zum Fluss Nummer {number} und warten." for number in range(9)}
+    said |= {"Short.": "Zu kurz.", "<b>Mark</b>": "Wir gehen heute noch bis zum <b>Fluss</b> und warten dort auf dich."}
+    catalog.write_bytes(compiled(said))
+    return folder
+
+
+def compiled(messages: dict[str, str]) -> bytes:
+    """A .mo file: a header of seven numbers, lengths and places of originals and translations, and their texts."""
+    sources, translations = zip(
+        *sorted({"": "Content-Type: text/plain; charset=UTF-8\n"}.items() | messages.items()), strict=True
+    )
+    texts = [text.encode() for text in (*sources, *translations)]
+    table, place = b"", 28 + 8 * len(texts)
+    for text in texts:
+        table += struct.pack("<2I", len(text), place)
+        place += len(text) + 1
+    header = struct.pack("<7I", 0x950412DE, 0, len(sources), 28, 28 + 8 * len(sources), 0, 0)
+    return header + table + b"".join(text + b"\0" for text in texts)
+
+
+def test_more_prompts_are_over_other_texts_and_come_in_their_shares(tmp_path: Path) -> None:
+    made = more_texts.make_prompts(write_more_texts(tmp_path), 50, seed=0)
+    assert made == more_texts.make_prompts(tmp_path, 50, seed=0) != more_texts.make_prompts(tmp_path, 50, seed=1)
+    assert len(set(made)) == len(made) == 50
+    german = [prompt for prompt in made if "bis zum Fluss Nummer" in prompt]
+    long = [prompt for prompt in made if len(prompt.split()) > 60]
+    short = [prompt for prompt in made if prompt not in german and prompt not in long]
+    assert (len(german), len(long), len(short)) == (7, 23, 20)
+    assert any("The sea was calm" in prompt for prompt in long) and any(
+        "The installer asks" in prompt for prompt in long
+    )
+    things = re.compile("Ada|Lake|War of|cat|rose|cup|soup|law")
+    assert all(things.search(prompt) for prompt in short)
+    more = more_texts.make_prompts(tmp_path, 50, seed=0, num_templates=30)
+    assert more[:50] == made and len(set(more)) == 80
+    assert any(things.search(prompt) for prompt in more[50:]) and not any("{" in prompt for prompt in more)
+    unwanted = ("baker", "entity", "licence", "Zu kurz", "<", "auf Deutsch", "not this", "too short", "CHAPTER")
+    assert not [prompt for prompt in made if any(text in prompt for text in unwanted)]
 
 
 SENTENCE = "The harbour of the old town has been closed since the storm, and nobody knows when it will open again. "

@@ -116,7 +116,9 @@ def test_unrolled_steps_are_those_of_the_model(cached: bool, first: int) -> None
                 output = head(
                     tokens[:, read[0] + 1], features[:, place:], read, past_key_values=cache, use_cache=cached
                 )[0]
-                found, expected = head.logits(steps[step][:, chain]), head.logits(output[:, -1])
+                found, expected = (
+                    head.lm_head(head.normed(hidden)) for hidden in (steps[step][:, chain], output[:, -1])
+                )
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # norms and scores are float32
                 features = torch.cat([features, output[:, -1:]], dim=1)
                 place = features.shape[1] - 1 if cached else 0
@@ -165,16 +167,23 @@ def textbook(
     return float(loss), outcomes
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-def test_loss_of_eagle3(reduced: bool) -> None:
+@pytest.mark.parametrize(("reduced", "freeze_head"), [(True, False), (False, False), (True, True)])
+def test_loss_of_eagle3(reduced: bool, freeze_head: bool) -> None:
+    """With a frozen head, the draft vocabulary has the batch's tokens too."""
     target = terse_target()
-    training = eagle(target, reduced).eval()
+    training = eagle(target, reduced, freeze_head).eval()
     batch = ragged_batch(target)
+    ids, rows = training.draft_ids, training.head.lm_head.weight
+    if freeze_head:
+        more = sorted(set(batch.tokens.flatten().tolist()) - set(ids.tolist()))
+        assert more
+        ids = torch.tensor([*ids.tolist(), *more])
+        rows = target.get_output_embeddings().weight[ids]
 
     def logits_of(row: int, start: int, step: int) -> Tensor:
-        return eagle_logits(training, batch.tokens[row], batch.hidden[row], start, step)
+        return eagle_logits(training, rows, batch.tokens[row], batch.hidden[row], start, step)
 
-    expected = textbook(training, batch, target, training.draft_ids, logits_of)
+    expected = textbook(training, batch, target, ids, logits_of)
     with torch.no_grad():
         loss, outcomes = training(batch)
     assert float(loss) == pytest.approx(expected[0], rel=0.01)  # labels in bfloat16
@@ -182,14 +191,16 @@ def test_loss_of_eagle3(reduced: bool) -> None:
     assert 0 < expected[1][0][1] < expected[1][0][0] and expected[1][1][1] > 0
 
 
-def eagle_logits(training: Eagle3Training, tokens: Tensor, hidden: Tensor, start: int, step: int) -> Tensor:
-    """[V_draft], by the network that drafts, without a cache."""
+def eagle_logits(
+    training: Eagle3Training, rows: Tensor, tokens: Tensor, hidden: Tensor, start: int, step: int
+) -> Tensor:
+    """[V], by the network that drafts, without a cache; rows [V, H] of the output matrix."""
     head = training.head
     features = head.fuse(hidden[None, : start + 1])
     for end in range(start + 1, start + 2 + step):
         output = head(tokens[None, 1 : end + 1], features, torch.arange(end)[None], use_cache=False)[0]
         features = torch.cat([features, output[:, -1:]], dim=1)
-    return head.logits(features[0, -1])
+    return head.normed(features[0, -1]) @ rows.T
 
 
 @pytest.mark.parametrize("kind", [MedusaTraining, MlpTraining])
@@ -249,8 +260,12 @@ def expected_drafts(target: PreTrainedModel, training: Any, text: list[int]) -> 
                 drafts.append(int(found.argmax()))
             else:
                 unroll = Unroll(training.head, batch.tokens, training.head.fuse(batch.hidden[:, :-1]), start)
-                found = training.head.logits([unroll.step() for _ in range(step + 1)][-1][0, 0])
-                drafts.append(int(training.draft_ids[found.argmax()]))
+                hidden = training.head.normed([unroll.step() for _ in range(step + 1)][-1][0, 0])
+                ids, rows = training.draft_ids, training.head.lm_head.weight
+                if training.freeze_head:
+                    ids = torch.tensor([*ids.tolist(), *sorted(set(text) - set(ids.tolist()))])
+                    rows = target.get_output_embeddings().weight[ids]
+                drafts.append(int(ids[(rows @ hidden).argmax()]))
     return drafts
 
 

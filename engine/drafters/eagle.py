@@ -12,6 +12,7 @@ from ..config import check_bool, check_instance, is_number
 from ..model import RaggedModel
 from ..packing import pack_linears
 from ..state import BatchState, Proposal, Verdict
+from .draft_vocabulary import DraftVocabulary, SeenTokens
 from .eagle_files import build
 from .eagle_model import EagleModel, usual_layers
 from .head_files import HeadFiles, read_head
@@ -95,17 +96,17 @@ class EagleDrafter:
             if own != theirs:
                 raise ValueError(f"{self._source} was made for a target of {name} {own}, but the target has {theirs}")
         self.model.place(target.device, target.dtype)
-        self._borrow(target)
-        self._target_ids = self.model.target_ids
+        output = self._borrow(target)
+        self._vocabulary = DraftVocabulary(self.model.target_ids, target.vocab_size, output)
         pack_linears(self.model)
-        self._target, self._hidden = target, target.keep_hidden_states(layers)
+        self._hidden = target.keep_hidden_states(layers)
         self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
         if not _is_dynamic(config):  # such rotary embeddings go on; heads are often trained on short texts
             self._ragged.context_length = max(self._ragged.context_length, target.context_length)
         self._filled = torch.zeros(target.num_slots, dtype=torch.int64, device=target.device)
 
-    def _borrow(self, target: RaggedModel) -> None:
-        """Take from the target what the checkpoint has not."""
+    def _borrow(self, target: RaggedModel) -> Tensor | None:
+        """Take from the target what the checkpoint has not; the target's output matrix, if a reduced one consists of its rows."""
         model, config = self.model, self.model.config
         embeddings: Any = target.model.get_input_embeddings()
         head: Any = target.model.get_output_embeddings()
@@ -118,10 +119,13 @@ class EagleDrafter:
                     f"{self._source} must hold {name}, as the target's is of size {size} and not {config.hidden_size}"
                 )
         model.borrow(embeddings, None if config.eagle == 3 else head)
-        if model.head_is_targets:
-            with torch.no_grad():
-                model.lm_head.weight.copy_(head.weight[model.target_ids])
-            model.head_is_targets = False
+        if not model.head_is_targets:
+            return None
+        tied = getattr(target.config, "tie_word_embeddings", False)  # a packed head would have to be unpacked
+        output: Tensor = (embeddings if tied else head).weight.detach()
+        with torch.no_grad():
+            model.lm_head.weight.copy_(output[model.target_ids])
+        return output if config.draft_vocab_size < config.vocab_size else None
 
     @property
     def ragged(self) -> RaggedModel:
@@ -156,22 +160,22 @@ class EagleDrafter:
         one_hot = self.greedy or state.all_greedy
         can_draft = (state.seq_lens > 0)[:, None]  # a text of one token has no hidden state yet
         reach = torch.ones_like(can_draft, dtype=torch.float32)
-        tokens = state.tokens[:, :0]
+        tokens, seen = state.tokens[:, :0], self._vocabulary.seen(state)
         for step in range(num_draft_tokens):
             if step:
                 at = state.seq_lens + step - 1
                 inside = ((at < state.limits) & can_draft[:, 0]).long()
                 hidden = self._call(state, tokens, at, inside, step, hidden)
-            logits = self.model.logits(hidden)
-            tokens, stats, sure = self._draw(state, logits, step)
+            logits = self._logits(hidden, seen)
+            tokens, stats, sure = self._draw(state, logits, seen, step)
             drafts = tokens.where(can_draft, -1)
             if one_hot:
                 yield Proposal(drafts, confidence=sure)
             elif state.coupled:
                 yield Proposal(drafts)
             else:
-                stats = stats._replace(argmax=self._target_ids[stats.argmax.clamp(min=0)])
-                yield Proposal(drafts, self._of_target(logits), stats)
+                stats = stats._replace(argmax=self._vocabulary.target_ids(stats.argmax.clamp(min=0), seen))
+                yield Proposal(drafts, self._vocabulary.of_target(logits, seen), stats)
             if self.ends_early(state):
                 reach = reach * sure
                 if not bool((reach[state.active] >= self.min_reach).any()):
@@ -219,27 +223,26 @@ class EagleDrafter:
             hidden_states=features.to(self.ragged.dtype),
         )  # fmt: skip
 
-    def _draw(self, state: BatchState, logits: Tensor, step: int) -> tuple[Tensor, RowStats, Tensor]:
-        """Target ids [B, 1] for draft logits [B, 1, V_draft], -1 where those are no distribution; the stats, and how sure
-        the head is of the tokens."""
+    def _logits(self, hidden: Tensor, seen: SeenTokens | None) -> Tensor:
+        """[B, 1, V_draft] and, behind, those of the seen tokens."""
+        normed = self.model.normed(hidden)
+        return self._vocabulary.widened(self.model.get_output_embeddings()(normed), normed, seen)
+
+    def _draw(
+        self, state: BatchState, logits: Tensor, seen: SeenTokens | None, step: int
+    ) -> tuple[Tensor, RowStats, Tensor]:
+        """Target ids [B, 1] for draft logits [B, 1, V], -1 where those are no distribution; the stats, and how sure the
+        head is of the tokens."""
         sampling = {**state.sampling, "seed": state.seed, "position": state.position + step, "return_logprobs": True}
         if state.coupled and not (self.greedy or state.all_greedy):  # the target's noise goes by its ids
-            tokens, stats, logprobs = sample(self._of_target(logits), **sampling, stream=SAMPLE)
+            tokens, stats, logprobs = sample(self._vocabulary.of_target(logits, seen), **sampling, stream=SAMPLE)
         else:
             if self.greedy:
                 sampling["temperature"] = torch.zeros_like(state.temperature)
             tokens, stats, logprobs = sample(logits, **sampling, origin=state.position, stream=DRAFT)
-            tokens = self._target_ids[tokens.clamp(min=0)].where(tokens >= 0, -1)
+            tokens = self._vocabulary.target_ids(tokens, seen)
         assert logprobs is not None
         return tokens, stats, confidence(logprobs)
-
-    def _of_target(self, logits: Tensor) -> Tensor:
-        """[..., V_draft] to [..., V_target]; what is in the target's vocabulary alone gets -inf."""
-        if not hasattr(self.model, "d2t"):
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self._target.vocab_size), -torch.inf)
-        whole[..., self._target_ids] = logits
-        return whole
 
 
 def _is_dynamic(config: Any) -> bool:

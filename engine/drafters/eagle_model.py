@@ -168,12 +168,11 @@ class EagleModel(PreTrainedModel):
         output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return output
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Features [..., H] to logits [..., draft_vocab_size]."""
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Features [..., H] as the output matrix reads them."""
         if self.config.eagle == 3 and not self.config.norm_output:
             hidden = self.norm(hidden)
-        logits: Tensor = self.get_output_embeddings()(hidden)
-        return logits
+        return hidden
 
 
 def usual_layers(num_layers: int) -> tuple[int, ...]:

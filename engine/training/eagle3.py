@@ -34,7 +34,8 @@ class Eagle3Training(nn.Module):
         layers: hidden states that the head reads. Those of a `Batch` are these and, last, what the target's head reads.
         draft_ids: [V_draft] int64, the target ids of the draft vocabulary, ascending.
         num_steps: own steps that are unrolled.
-        freeze_head: keep the target's rows as the head's output matrix.
+        freeze_head: keep the target's rows as the head's output matrix; a batch then adds its own tokens to the draft
+            vocabulary, as a text does that is drafted (`DraftVocabulary`).
     """
 
     def __init__(
@@ -53,9 +54,8 @@ class Eagle3Training(nn.Module):
         self.embeddings = copy.deepcopy(target.get_input_embeddings()).float().requires_grad_(False)
         self.head.borrow(self.embeddings)
         self.target_head = TargetHead.of(target)
-        self.target_rows = self.target_head.rows(draft_ids)
         with torch.no_grad():
-            self.head.lm_head.weight.copy_(self.target_rows.weight)
+            self.head.lm_head.weight.copy_(self.target_head.rows(draft_ids).weight)
             if hasattr(self.head, "d2t"):
                 self.head.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
                 self.head.t2d[draft_ids] = True
@@ -74,16 +74,18 @@ class Eagle3Training(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """The loss, and for each step the number of chains and of those whose draft the target would accept greedily."""
         first = max(int(batch.prompt_lengths.min()) - 2, 0)  # chains before that belong to no answer
-        size = self.target_rows.weight.shape[1]
+        size = self.target_head.weight.shape[1]
         features = batch.hidden if len(self.layers) * size == batch.hidden.shape[-1] else batch.hidden[..., :-size]
         final = batch.hidden[:, first + 1 :, -size:]
         tokens, count = batch.tokens, batch.tokens.shape[1] - 1 - first
         chain = torch.arange(first, tokens.shape[1] - 1, device=tokens.device)
         answers = chain >= batch.prompt_lengths[:, None] - 2
+        ids = self._vocabulary(tokens)
         with torch.no_grad():  # row [b, c + s] is the label of chain c's step s
-            labels = torch.cat([self.target_rows(rows).softmax(-1).to(torch.bfloat16) for rows in final])
+            target_rows = self.target_head.rows(ids)
+            labels = torch.cat([target_rows(rows).softmax(-1).to(torch.bfloat16) for rows in final])
             chosen = labels.argmax(-1).view(final.shape[:2]) if self.training else self._argmax(final)
-        soft = SoftLabels(labels, self.head.lm_head.weight)
+        soft = SoftLabels(labels, target_rows.weight if self.freeze_head else self.head.lm_head.weight)
         row = torch.arange(len(labels), device=tokens.device).view(chosen.shape)
         unroll = Unroll(self.head, tokens, self.head.fuse(features[:, :-1].to(self.head.fc.weight.dtype)), first)
         loss, outcomes = torch.zeros((), device=tokens.device), []
@@ -97,12 +99,21 @@ class Eagle3Training(nn.Module):
             where = row[:, step:][there]
             entropy, drafts = soft.cross_entropy(normed, where)
             loss = loss + STEP_DECAY**step * entropy
-            stood = (drafts if self.training else self.draft_ids[drafts]) == chosen.flatten()[where]
+            stood = (drafts if self.training else ids[drafts]) == chosen.flatten()[where]
             before = right[:, : count - step][there]
             outcomes.append(torch.stack([before.sum(), (stood & before).sum()]))
             right = torch.zeros_like(right)
             right[:, : count - step][there] = stood & before
         return loss, outcomes
+
+    def _vocabulary(self, tokens: Tensor) -> Tensor:
+        """Target ids [V] of what is drafted in a batch of these tokens [B, T]."""
+        if not self.freeze_head:
+            return self.draft_ids
+        there = torch.zeros(len(self.target_head.weight), dtype=torch.bool, device=tokens.device)
+        there[tokens] = True
+        there[self.draft_ids] = False
+        return torch.cat([self.draft_ids, there.nonzero()[:, 0]])
 
     def _argmax(self, hidden: Tensor) -> Tensor:
         """Over the target's whole vocabulary: [B, T] int64, for hidden [B, T, H]."""

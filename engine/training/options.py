@@ -38,7 +38,8 @@ class TrainingOptions:
             head for this engine alone.
         start_from: eagle3: folder or hub id of a head, or the name of a packaged one, to begin with instead of new weights; its
             `layers` are read, and its draft vocabulary is kept where it has an output matrix of its own.
-        freeze_head: eagle3: the output matrix stays that of the target, and is not saved; for this engine alone.
+        freeze_head: eagle3: the output matrix stays that of the target, and is not saved; the tokens of a text can then be drafted
+            behind it, whatever the draft vocabulary. For this engine alone.
         num_steps: eagle3, medusa, mlp: drafts in a chain while training; for medusa and mlp the longest draft ever.
         num_layers: draft-model: of the target's.
         learn_prompts: what follows in the prompts is learned too: much more to learn from in the same time, where prompts read

@@ -7,11 +7,20 @@ mkdir -p "$out"
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/templates.jsonl"
 python -m recipes.smollm2_135m_instruct.invented --out "$out/invented.jsonl" --more-long 400
 python -m recipes.smollm2_135m_instruct.real_texts --out "$out/real.jsonl" --texts "$out/texts"
+python -m recipes.smollm2_135m_instruct.more_texts --out "$out/more.jsonl" --texts "$out/texts" --count 2600
+python -m recipes.smollm2_135m_instruct.more_texts --out "$out/other.jsonl" --texts "$out/texts" --count 1920 --seed 6 --templates 640
 head -n 3072 "$out/templates.jsonl" > "$out/first.jsonl"
 head -n 2048 "$out/invented.jsonl" > "$out/some.jsonl"
 cat "$out/first.jsonl" "$out/some.jsonl" > "$out/second.jsonl"
 tail -n +2049 "$out/invented.jsonl" | cat "$out/first.jsonl" - "$out/some.jsonl" > "$out/third.jsonl"  # the same ones are held back
 tail -n +2049 "$out/invented.jsonl" | cat "$out/real.jsonl" - "$out/some.jsonl" > "$out/fourth.jsonl"
+{
+    tail -n 690 "$out/templates.jsonl"
+    head -n 335 "$out/real.jsonl"
+    cat "$out/more.jsonl"
+    tail -n +1921 "$out/other.jsonl"
+    head -n 1920 "$out/other.jsonl"  # of these, some are held back
+} > "$out/fifth.jsonl"
 
 common=(--freeze-head --num-steps 3 --tokens-per-batch 2048)
 python -m engine train eagle3 --prompts "$out/first.jsonl" --out "$out/first" "${common[@]}" \
@@ -20,5 +29,7 @@ python -m engine train eagle3 --prompts "$out/second.jsonl" --out "$out/second" 
     --start-from "$out/first" --epochs 4 --learning-rate 0.001 --validation-share 0.05
 python -m engine train eagle3 --prompts "$out/third.jsonl" --out "$out/third" "${common[@]}" \
     --start-from "$out/second" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.039
-python -m engine train eagle3 --prompts "$out/fourth.jsonl" --out "$out/head" "${common[@]}" \
+python -m engine train eagle3 --prompts "$out/fourth.jsonl" --out "$out/fourth" "${common[@]}" \
     --start-from "$out/third" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.054
+python -m engine train eagle3 --prompts "$out/fifth.jsonl" --out "$out/head" "${common[@]}" \
+    --start-from "$out/fourth" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.05

@@ -20,7 +20,7 @@ SHARES = {  # of all prompts
 }  # fmt: skip
 
 
-def fill(template: str, rng: random.Random) -> str:
+def fill(template: str, rng: random.Random, lists: dict[str, list[str]] = words.LISTS) -> str:
     """Replace each {word} by a random word of that list, and {a-b} by a number from a to b."""
     out, rest = "", template
     while "{" in rest:
@@ -30,7 +30,7 @@ def fill(template: str, rng: random.Random) -> str:
             low, high = name.split("-")
             value = str(rng.randint(int(low), int(high)))
         else:
-            value = rng.choice(words.LISTS[name])
+            value = rng.choice(lists[name])
         out += before + value
     return out + rest
 

@@ -1,0 +1,85 @@
+"""Which of the target's tokens a head with a vocabulary of its own may draft."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..state import BatchState
+
+# As many tokens that a text has brought, the latest ones; 8% of the tokens of SmolLM2's answers are outside the 8,192 most frequent, and
+# of these two thirds stand in the text before.
+MAX_SEEN = 128
+
+
+class SeenTokens(NamedTuple):
+    """What the texts of a batch add to a draft vocabulary."""
+
+    ids: Tensor  # [B, MAX_SEEN] int64, target ids, none twice where valid
+    valid: Tensor  # [B, MAX_SEEN] bool
+    rows: Tensor  # [B, MAX_SEEN, H], of the target's output matrix
+
+
+class DraftVocabulary:
+    """A head's vocabulary, and where its output matrix is the target's own, each text's tokens beside it.
+
+    A head of a reduced vocabulary cannot draft a name that its prompt is about. But where its output matrix consists of the
+    target's rows, it has logits for every token of the target; those of the text's own tokens cost next to nothing. For
+    the head of SmolLM2-135M-Instruct, 59 of 100 first drafts then stood instead of 57, with no training of its own.
+
+    Args:
+        ids: [V_draft] int64, the target's ids of the draft vocabulary.
+        vocab_size: the target's.
+        output: [vocab_size, H], the target's output matrix, if the head has no other; None: a text adds nothing.
+    """
+
+    def __init__(self, ids: Tensor, vocab_size: int, output: Tensor | None = None) -> None:
+        self.ids, self.vocab_size = ids, vocab_size
+        self._output = output
+        self._is_targets = len(ids) == vocab_size and bool((ids == torch.arange(vocab_size, device=ids.device)).all())
+        self._own = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
+
+    def seen(self, state: BatchState) -> SeenTokens | None:
+        """The tokens outside the draft vocabulary that each text has; None if those are not drafted."""
+        if self._output is None:
+            return None
+        tokens = state.tokens[:, : max(state.max_text_length, 1)]
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        wanted = ~self._own[tokens] & (place <= state.seq_lens[:, None])
+        last = place.where(wanted, -1).topk(min(MAX_SEEN, len(place)), dim=1).values
+        last = pad(last, (0, MAX_SEEN - last.shape[1]), value=-1)  # shapes do not depend on the text
+        ids = tokens.gather(1, last.clamp(min=0))
+        again = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(dim=-1)
+        return SeenTokens(ids, (last >= 0) & ~again, self._output[ids])
+
+    def widened(self, logits: Tensor, hidden: Tensor, seen: SeenTokens | None) -> Tensor:
+        """Logits [B, 1, V_draft] with those of the seen tokens behind, -inf where there is none.
+
+        Args:
+            hidden: [B, 1, H] that the output matrix gave these logits from.
+        """
+        if seen is None:
+            return logits
+        more = (hidden @ seen.rows.mT).masked_fill(~seen.valid[:, None], -torch.inf)
+        return torch.cat([logits, more], dim=-1)
+
+    def target_ids(self, tokens: Tensor, seen: SeenTokens | None) -> Tensor:
+        """Ids [B, 1] of such logits, -1 for none, as the target's."""
+        ids = self.ids[tokens.clamp(0, len(self.ids) - 1)]
+        if seen is not None:
+            behind = tokens - len(self.ids)
+            ids = torch.where(behind < 0, ids, seen.ids.gather(1, behind.clamp(min=0)))
+        return ids.where(tokens >= 0, -1)
+
+    def of_target(self, logits: Tensor, seen: SeenTokens | None) -> Tensor:
+        """Such logits as [B, 1, vocab_size]; tokens that are not drafted get -inf."""
+        if self._is_targets:
+            return logits
+        own, more = logits.split([len(self.ids), logits.shape[-1] - len(self.ids)], dim=-1)
+        whole = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        whole[..., self.ids] = own
+        if seen is not None:  # what is not valid writes once more what stands there
+            ids = seen.ids.where(seen.valid, self.ids[0])
+            whole.scatter_(-1, ids[:, None], more.where(seen.valid[:, None], own[..., :1]))
+        return whole
