@@ -29,6 +29,7 @@ def test_prompts_are_the_same_each_time_distinct_and_not_empty() -> None:
     made = prompts.make(1000, seed=0)
     assert made == prompts.make(1000, seed=0)
     assert made != prompts.make(1000, seed=1)
+    assert len(prompts.make(60, seed=0, only="coding")) > 50
     assert len(set(made)) == len(made) > 900
     assert all(prompt == prompt.strip() and len(prompt) > 10 for prompt in made)
     assert not any("{" + name + "}" in prompt for prompt in made for name in words.LISTS)
@@ -79,7 +80,7 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
         check=True,
         env={**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "COMMANDS": str(commands)},
     )
-    prompts_made, invented_made, real_made, more_made, other_made, *trainings = [
+    prompts_made, invented_made, real_made, more_made, other_made, code_made, *trainings = [
         shlex.split(line) for line in commands.read_text().splitlines()
     ]
     assert prompts_made == ["-m", "recipes.smollm2_135m_instruct.prompts", "--out", f"{out}/templates.jsonl"]
@@ -98,8 +99,10 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     assert more_made == [*expected, "--count", "2600"]
     expected[3] = f"{out}/other.jsonl"
     assert other_made == [*expected, "--count", "1920", "--seed", "6", "--templates", "640"]
+    expected = ["-m", "recipes.smollm2_135m_instruct.prompts", "--out", f"{out}/code.jsonl"]
+    assert code_made == [*expected, "--count", "512", "--seed", "7", "--only", "coding"]
     train = typer.main.get_command(cli.app).commands["train"]
-    runs = first, second, third, fourth, fifth = tuple(
+    runs = first, second, third, fourth, fifth, sixth = tuple(
         train.make_context("train", words[3:]).params for words in trainings
     )
     for options in runs:
@@ -107,10 +110,11 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     assert second["start_from"] == str(first["out"]) == f"{out}/first"
     assert third["start_from"] == str(second["out"]) == f"{out}/second"
     assert fourth["start_from"] == str(third["out"]) == f"{out}/third"
-    assert fifth["start_from"] == str(fourth["out"]) == f"{out}/fourth" and str(fifth["out"]) == f"{out}/head"
-    assert [options["learn_prompts"] for options in runs] == [False, False, True, True, True]
+    assert fifth["start_from"] == str(fourth["out"]) == f"{out}/fourth"
+    assert sixth["start_from"] == str(fifth["out"]) == f"{out}/fifth" and str(sixth["out"]) == f"{out}/head"
+    assert [options["learn_prompts"] for options in runs] == [False, False, True, True, True, True]
     read = [Path(options["prompts"]).read_text().splitlines() for options in runs]
-    assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000, 690 + 335 + 4000 + 4000]
+    assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000, 690 + 335 + 4000 + 4000, 1536 + 4000]
     invented_ones = [str(number) for number in range(1, 4001)]
     assert sorted(read[2]) == sorted([*read[0], *invented_ones])
     assert sorted(read[3]) == sorted([*(out / "real.jsonl").read_text().splitlines(), *invented_ones])

@@ -21,6 +21,8 @@ tail -n +2049 "$out/invented.jsonl" | cat "$out/real.jsonl" - "$out/some.jsonl" 
     tail -n +1921 "$out/other.jsonl"
     head -n 1920 "$out/other.jsonl"  # of these, some are held back
 } > "$out/fifth.jsonl"
+python -m recipes.smollm2_135m_instruct.prompts --out "$out/code.jsonl" --count 512 --seed 7 --only coding
+tail -n +3585 "$out/fifth.jsonl" | head -n 1536 | cat - "$out/code.jsonl" > "$out/sixth.jsonl"
 
 common=(--freeze-head --num-steps 3 --tokens-per-batch 2048)
 python -m engine train eagle3 --prompts "$out/first.jsonl" --out "$out/first" "${common[@]}" \
@@ -31,5 +33,7 @@ python -m engine train eagle3 --prompts "$out/third.jsonl" --out "$out/third" "$
     --start-from "$out/second" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.039
 python -m engine train eagle3 --prompts "$out/fourth.jsonl" --out "$out/fourth" "${common[@]}" \
     --start-from "$out/third" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.054
-python -m engine train eagle3 --prompts "$out/fifth.jsonl" --out "$out/head" "${common[@]}" \
+python -m engine train eagle3 --prompts "$out/fifth.jsonl" --out "$out/fifth" "${common[@]}" \
     --start-from "$out/fourth" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.05
+python -m engine train eagle3 --prompts "$out/sixth.jsonl" --out "$out/head" "${common[@]}" \
+    --start-from "$out/fifth" --epochs 1 --learning-rate 0.0005 --learn-prompts --validation-share 0.05

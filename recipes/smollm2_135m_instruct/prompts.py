@@ -80,10 +80,11 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
 }
 
 
-def make(count: int, seed: int) -> list[str]:
-    """`count` different prompts, kinds mixed."""
+def make(count: int, seed: int, only: str | None = None) -> list[str]:
+    """`count` different prompts, of one kind or of all, mixed."""
     rng = random.Random(seed)
-    kinds = [kind for kind, share in SHARES.items() for _ in range(round(share * count))]
+    shares = SHARES if only is None else {only: 1.0}
+    kinds = [kind for kind, share in shares.items() for _ in range(round(share * count))]
     rng.shuffle(kinds)
     prompts: dict[str, None] = {}
     for kind in kinds:
@@ -100,8 +101,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=KINDS, help="of this kind alone")
     options = parser.parse_args()
-    prompts = make(options.count, options.seed)
+    prompts = make(options.count, options.seed, options.only)
     with options.out.open("w", encoding="utf-8") as file:
         for prompt in prompts:
             file.write(json.dumps({"turns": [prompt]}, ensure_ascii=False) + "\n")
