@@ -35,6 +35,7 @@ def drafters(target: PreTrainedModel) -> dict[str, Callable[[], engine.Drafter]]
         "a quarter of the layers": lambda: engine.LayerSkipDrafter(exit_layer=max(layers // 4, 1)),
         "eagle": lambda: _eagle(config),
         "eagle3": lambda: _eagle3(config),
+        "eagle3, the target's output": lambda: _frozen_eagle3(config),
         "ngram, else eagle3": lambda: with_head(engine.NGramDrafter(min_ngram=2), _eagle3(config)),
         "medusa": lambda: engine.MedusaDrafter(MedusaHeads(hidden, None, NUM_DRAFT_TOKENS, output="target")),
         "mlp": lambda: engine.MlpSpeculatorDrafter(MlpSpeculator(hidden, vocab, NUM_DRAFT_TOKENS, tie_weights=True)),
@@ -69,6 +70,13 @@ def _eagle3(config: Any) -> engine.EagleDrafter:
     draft_vocab = min(DRAFT_VOCAB, config.vocab_size)
     head = EagleModel(head_config(config, 3, draft_vocab))
     return engine.EagleDrafter(head, (0, layers // 2, layers), min_reach=0.0)
+
+
+def _frozen_eagle3(config: Any) -> engine.EagleDrafter:
+    """As `train eagle3 --freeze-head` makes them: a text's own tokens are drafted beside half the vocabulary at most."""
+    head = EagleModel(head_config(config, 2, min(DRAFT_VOCAB, config.vocab_size // 2)))
+    head.head_is_targets = True
+    return engine.EagleDrafter(head, (0, config.num_hidden_layers), min_reach=0.0)
 
 
 def draft_model(target: PreTrainedModel) -> PreTrainedModel:
