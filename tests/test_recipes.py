@@ -114,7 +114,7 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     assert sixth["start_from"] == str(fifth["out"]) == f"{out}/fifth" and str(sixth["out"]) == f"{out}/head"
     assert [options["learn_prompts"] for options in runs] == [False, False, True, True, True, True]
     read = [Path(options["prompts"]).read_text().splitlines() for options in runs]
-    assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000, 690 + 335 + 4000 + 4000, 1536 + 4000]
+    assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000, 689 + 335 + 4000 + 4000, 1536 + 4000]
     invented_ones = [str(number) for number in range(1, 4001)]
     assert sorted(read[2]) == sorted([*read[0], *invented_ones])
     assert sorted(read[3]) == sorted([*(out / "real.jsonl").read_text().splitlines(), *invented_ones])
@@ -176,6 +176,8 @@ def test_too_few_real_texts_are_an_error(tmp_path: Path) -> None:
         real_texts.make_prompts(tmp_path, 10_000, seed=0)
     with pytest.raises(ValueError, match=r"no texts in .*sotu"):
         real_texts.make_prompts(tmp_path / "nowhere", 10, seed=0)
+    with pytest.raises(ValueError, match=r"no texts in .*wordnet"):  # fetched before it was asked for
+        more_texts.make_prompts(tmp_path, 10, seed=0)
 
 
 def write_more_texts(folder: Path) -> Path:

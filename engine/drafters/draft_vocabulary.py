@@ -8,8 +8,9 @@ from torch.nn.functional import pad
 
 from ..state import BatchState
 
-# As many tokens that a text has brought, the latest ones; 8% of the tokens of SmolLM2's answers are outside the 8,192 most frequent, and
-# of these two thirds stand in the text before.
+# Places of a text that bring such tokens, the latest ones. 8% of the tokens of SmolLM2's answers are outside the 8,192 most
+# frequent, and of these two thirds stand in the text before. On 2 cores `seen` takes 61 to 76 us for texts of 100 to 4,000
+# tokens and a draft 53 us more, where a round takes 20 ms.
 MAX_SEEN = 128
 
 

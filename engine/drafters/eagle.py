@@ -121,10 +121,10 @@ class EagleDrafter:
         model.borrow(embeddings, None if config.eagle == 3 else head)
         if not model.head_is_targets:
             return None
-        tied = getattr(target.config, "tie_word_embeddings", False)  # a packed head would have to be unpacked
-        output: Tensor = (embeddings if tied else head).weight.detach()
-        with torch.no_grad():
-            model.lm_head.weight.copy_(output[model.target_ids])
+        tied = getattr(target.config, "tie_word_embeddings", False)
+        output: Tensor = (embeddings if tied else head).weight.detach()  # a packed head's is a copy
+        model.lm_head = torch.nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False, device="meta")
+        model.lm_head.weight = torch.nn.Parameter(output[model.target_ids], requires_grad=False)
         return output if config.draft_vocab_size < config.vocab_size else None
 
     @property

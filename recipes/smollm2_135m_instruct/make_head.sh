@@ -15,7 +15,7 @@ cat "$out/first.jsonl" "$out/some.jsonl" > "$out/second.jsonl"
 tail -n +2049 "$out/invented.jsonl" | cat "$out/first.jsonl" - "$out/some.jsonl" > "$out/third.jsonl"  # the same ones are held back
 tail -n +2049 "$out/invented.jsonl" | cat "$out/real.jsonl" - "$out/some.jsonl" > "$out/fourth.jsonl"
 {
-    tail -n 690 "$out/templates.jsonl"
+    tail -n 689 "$out/templates.jsonl"
     head -n 335 "$out/real.jsonl"
     cat "$out/more.jsonl"
     tail -n +1921 "$out/other.jsonl"

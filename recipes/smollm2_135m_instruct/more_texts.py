@@ -21,7 +21,7 @@ from pathlib import Path
 
 from . import words
 from .prompts import fill
-from .real_texts import WORDS, countries, distinct, excerpt, summaries, translations
+from .real_texts import WORDS, countries, distinct, excerpt, speeches, summaries, translations
 from .templates import EXPLAIN, QUESTIONS, WRITING
 
 ABOUT = {  # by the kinds of nouns that WordNet has
@@ -103,10 +103,6 @@ def chapters(folder: Path) -> list[str]:
     ]
 
 
-def old_speeches(folder: Path) -> list[str]:
-    return [" ".join(file.read_text("utf-8").split()) for file in sorted(folder.glob("package/data/*.txt"))]
-
-
 def pages(folder: Path) -> list[str]:
     """Of manuals in English: the text of the paragraphs of each page that has PAGE_WORDS of it."""
     found = []
@@ -170,12 +166,19 @@ def over_passages(texts: list[str], rng: random.Random) -> Iterator[str]:
 
 
 def make_prompts(folder: Path, count: int, seed: int, num_templates: int = 0) -> list[str]:
-    """`count` of the kinds in SHARES, mixed, and behind them so many from templates; none twice."""
+    """`count` of the kinds in SHARES, mixed, and behind them so many from templates; none twice.
+
+    Raises:
+        ValueError: if a package is missing, or its texts are too few for so many prompts.
+    """
     rng = random.Random(seed)
+    for name in ("wordnet", "moby", "sotu", "factbook", "guide", "handbook", "wesnoth"):
+        if not (folder / name).is_dir():
+            raise ValueError(f"no texts in {folder / name}")
     things = nouns(folder / "wordnet")
     background = [text for country in countries(folder / "factbook") for text in country.passages]
-    told = chapters(folder / "moby") + old_speeches(folder / "sotu") + background * 2
-    told += pages(folder / "guide") + pages(folder / "handbook")
+    told = chapters(folder / "moby") + [" ".join(text.split()) for text in speeches(folder / "sotu", first_year=0)]
+    told += background * 2 + pages(folder / "guide") + pages(folder / "handbook")
     kinds = {
         "things": about_things(things, rng),
         "summaries": summaries(told, rng),
@@ -195,7 +198,10 @@ def main() -> None:
     parser.add_argument("--templates", type=int, default=0, help="so many from templates, with WordNet's words")
     parser.add_argument("--seed", type=int, default=5)
     options = parser.parse_args()
-    prompts = make_prompts(options.texts, options.count, options.seed, options.templates)
+    try:
+        prompts = make_prompts(options.texts, options.count, options.seed, options.templates)
+    except ValueError as error:
+        parser.error(str(error))
     with options.out.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"turns": [prompt]}, ensure_ascii=False) + "\n" for prompt in prompts)
     print(f"{len(prompts)} prompts in {options.out}")

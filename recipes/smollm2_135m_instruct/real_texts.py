@@ -54,10 +54,10 @@ class Country(NamedTuple):
     passages: list[str]
 
 
-def speeches(folder: Path) -> list[str]:
-    """State of the Union addresses since FIRST_YEAR."""
+def speeches(folder: Path, first_year: int = FIRST_YEAR) -> list[str]:
+    """State of the Union addresses since then."""
     files = sorted(folder.glob("package/data/*.txt"))
-    return [file.read_text("utf-8") for file in files if int(file.name[:4]) >= FIRST_YEAR]
+    return [file.read_text("utf-8") for file in files if int(file.name[:4]) >= first_year]
 
 
 def countries(folder: Path) -> list[Country]:
