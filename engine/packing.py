@@ -1,16 +1,22 @@
-"""Linear layers whose weights lie in memory as oneDNN's matrix products read them best.
+"""Linear layers whose weights lie in memory as the matrix products of a CPU read them best.
 
-Decoding multiplies a few rows by every weight of the model, so it takes as long as reading the weights. From a row-major
-matrix oneDNN reads bfloat16 at half the speed that it reaches from its own blocked layout (measured for 1 to 8 rows on an
-EPYC with AVX-512: 10 to 15 against 20 to 28 GB/s), and it never converts on the way. Here that is done once, after loading.
+Decoding multiplies a few rows by every weight of the model, so it should take as long as reading the weights. From a
+row-major matrix oneDNN reads bfloat16 at half the speed that it reaches from its own blocked layout (measured for 1 to 8 rows on
+an EPYC with AVX-512: 10 to 15 against 20 to 28 GB/s), and it never converts on the way. Here that is done once, after loading.
+
+A processor without AVX-512 has no oneDNN product of bfloat16, and torch's own takes as long for every row as for the first:
+drafts would never pay. There FBGEMM reads the weights as float16 and computes in float32 (all 211 layers of
+SmolLM2-135M on 2 cores of an EPYC with AVX2, 1 row and 6 rows: 18 and 22 ms, where torch takes 20 and 89).
 """
 
 import logging
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from functools import cache
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +26,11 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class PackedLinear(nn.Module):
-    """Stands in for an `nn.Linear` on a CPU, for inference. Holds the weight once, in oneDNN's layout."""
+    """Stands in for an `nn.Linear` on a CPU, for inference. Holds the weight once, packed.
+
+    Raises:
+        ValueError: if this build of torch or this processor has no layout for the weight.
+    """
 
     def __init__(self, linear: nn.Linear, product: "_Product | None" = None, index: int = 0) -> None:
         super().__init__()
@@ -54,8 +64,11 @@ class _Product:
         self._sizes = [linear.out_features for linear in linears]
         weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(joined, 1)
-        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        layout = _layout(joined.dtype)
+        if layout is None:
+            raise ValueError(f"linear must have weights of a dtype that can be packed here, got {joined.dtype}")
+        self._packed = layout(joined, bias)
         self._kept: tuple[Tensor, dict[int, Tensor]] | None = None  # an input, and the results not yet asked for
 
     def __call__(self, input: Tensor, index: int) -> Tensor:
@@ -73,12 +86,74 @@ class _Product:
         return found
 
     def _multiply(self, input: Tensor) -> Tensor:
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self._bias, "none", [], "")
-        return output
+        return self._packed.multiply(input)
 
     def weight(self, index: int) -> Tensor:
         """Of one of the layers: [out_features, in_features]."""
-        return torch.split(self._packed.to_dense(), self._sizes)[index]
+        return torch.split(self._packed.weight(), self._sizes)[index]
+
+
+class _Layout(Protocol):
+    """A packed matrix."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Of a weight [out, in] and a bias [out]; RuntimeError where it cannot be."""
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """[..., in] to [..., out], in the weight's dtype. What a row gives does not depend on its place, nor on the others."""
+
+    def weight(self) -> Tensor:
+        """Unpacked: [out, in]."""
+
+
+class _OneDNN:
+    """In oneDNN's blocked layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        self._bias = bias
+
+    def multiply(self, input: Tensor) -> Tensor:
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self._bias, "none", [], "")
+        return output
+
+    def weight(self) -> Tensor:
+        return self._packed.to_dense()
+
+
+class _FBGEMM:
+    """In FBGEMM's blocked layout, as float16; sums in float32, which are rounded once.
+
+    Where float16 has too small a range, the weights are held times a power of two, the largest between 2^14 and 2^15. A
+    bfloat16 has three bits less than a float16, so that this is exact down to 2^-31 of the largest weight.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._dtype = weight.dtype
+        self._scale, held = 1.0, weight.float()
+        if not held.half().float().equal(held):
+            self._scale = 2.0 ** (15 - int(held.abs().max().frexp().exponent))
+            held = held * self._scale
+        self._packed = torch.ops.quantized.linear_prepack_fp16(held, None if bias is None else bias.float())
+
+    def multiply(self, input: Tensor) -> Tensor:
+        rows = input.numel() // input.shape[-1]
+        wide = input.float()
+        if self._scale != 1:
+            wide = wide / self._scale
+        # FBGEMM takes 3 to 6 rows at a time, and one or two that are left over by kernels that sum in another order.
+        if rows > 6 and (left := rows % 6) in (1, 2):
+            output = self._product(pad(wide.view(rows, -1), (0, 0, 0, 3 - left)))[:rows]
+            return output.view(*input.shape[:-1], -1).to(self._dtype)
+        return self._product(wide).to(self._dtype)
+
+    def _product(self, input: Tensor) -> Tensor:
+        output: Tensor = torch.ops.quantized.linear_dynamic_fp16(input, self._packed)
+        return output
+
+    def weight(self) -> Tensor:
+        held: Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
+        return (held / self._scale).to(self._dtype)
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -88,7 +163,7 @@ def pack_linears(model: nn.Module) -> int:
     this processor cannot do it.
     """
     first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
-    if first is None or first.device.type != "cpu" or not _supported(first.dtype):
+    if first is None or first.device.type != "cpu" or _layout(first.dtype) is None:
         return 0
     count = 0
     for parent in list(model.modules()):
@@ -122,15 +197,28 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked
 
 
-def _supported(dtype: torch.dtype) -> bool:
-    """Whether a packed layer gives here what a plain one gives."""
-    if dtype not in (torch.bfloat16, torch.float32) or not torch.backends.mkldnn.is_available():
-        return False
-    plain = nn.Linear(64, 32, dtype=dtype)
-    rows = torch.ones(3, 64, dtype=dtype)
-    try:
-        with torch.no_grad():
-            return torch.allclose(PackedLinear(plain)(rows), plain(rows), rtol=0.05, atol=0.05)
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        logger.info("linear layers are left as they are, oneDNN does not take them: %s", error)
-        return False
+@cache
+def _layout(dtype: torch.dtype) -> type[_Layout] | None:
+    """The first layout in which a packed layer gives here what a plain one gives, None if there is none."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    plain = nn.Linear(64, 32, dtype=torch.float32)
+    weight, bias = plain.weight.detach().to(dtype), plain.bias.detach().to(dtype)
+    row = torch.linspace(-1, 1, 64, dtype=dtype)
+    with torch.inference_mode():
+        expected = plain(row.float())
+        for layout in (_OneDNN, _FBGEMM):
+            try:
+                packed = layout(weight, bias)
+                given = [packed.multiply(row.expand(rows, -1)) for rows in range(1, 33)]
+            except (RuntimeError, AttributeError, NotImplementedError) as error:
+                logger.info("no linear layers of %s in the layout %s: %s", dtype, layout.__name__[1:], error)
+                continue
+            same = all(
+                bool((rows == rows[0]).all()) for rows in given
+            )  # which kernel takes a row depends on the processor
+            if (same or layout is _OneDNN) and all(
+                torch.allclose(rows[0].float(), expected, rtol=0.05, atol=0.05) for rows in given
+            ):
+                return layout
+    return None

@@ -1,4 +1,4 @@
-"""Linear layers in oneDNN's layout: the same results, the same weights, on the models that `engine.load` reads."""
+"""Linear layers packed: the same results, the same weights, on the models that `engine.load` reads."""
 
 import copy
 from pathlib import Path
@@ -10,12 +10,12 @@ from tiny_models import greedy, random_prompts, tiny
 from torch import nn
 
 import engine
-from engine.packing import PackedLinear, pack_linears
+from engine.packing import _FBGEMM, PackedLinear, _layout, pack_linears
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [(1, 1), (1, 6), (3, 8), (2, 64)])
+@pytest.mark.parametrize("rows", [(1, 1), (1, 6), (1, 7), (2, 7), (3, 8), (2, 64)])
 def test_the_product(dtype: torch.dtype, bias: bool, rows: tuple[int, int]) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(96, 200, bias=bias, dtype=dtype)
@@ -26,6 +26,54 @@ def test_the_product(dtype: torch.dtype, bias: bool, rows: tuple[int, int]) -> N
     with torch.no_grad():
         # One rounding of the result; sums of 96 products in float32.
         assert torch.allclose(packed(x).double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.fixture
+def fbgemm() -> type[_FBGEMM]:
+    """On any processor that has it, whether or not it is the layout that is chosen there."""
+    try:
+        _FBGEMM(torch.ones(2, 2), None)
+    except RuntimeError as error:
+        pytest.skip(f"no FBGEMM: {error}")
+    return _FBGEMM
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-30, 2.0**20])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_bfloat16_of_any_size_in_float16(scale: float, with_bias: bool, fbgemm: type[_FBGEMM]) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(40, 24) * scale).bfloat16()
+    weight[0, :3] = torch.tensor([2.0**-24, 1.5 * 2.0**-20, 0.0]) * scale
+    bias = torch.randn(40).bfloat16() * scale if with_bias else None
+    packed = fbgemm(weight, bias)
+    assert packed.weight().equal(weight)
+    x = torch.randn(5, 24).bfloat16()
+    expected = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(packed.multiply(x).double(), expected, rtol=2**-8, atol=1e-5 * scale)
+
+
+def test_what_a_row_gives_does_not_depend_on_its_place_or_on_the_others(fbgemm: type[_FBGEMM]) -> None:
+    if _layout(torch.bfloat16) is not fbgemm:
+        pytest.skip("the layout of bfloat16 here is another one")
+    torch.manual_seed(0)
+    packed = fbgemm(torch.randn(96, 80).bfloat16(), None)
+    x = torch.randn(150, 80).bfloat16()
+    whole = packed.multiply(x)
+    for rows in range(3, 150):
+        assert packed.multiply(x[:rows]).equal(whole[:rows]), rows
+        assert packed.multiply(x[None, -rows:])[0].equal(whole[-rows:]), rows
+    x[3:] = torch.nan
+    assert packed.multiply(x)[:3].equal(whole[:3])
+
+
+def test_a_layout_whose_rows_depend_on_their_place_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    if _layout(torch.bfloat16) is not _FBGEMM:
+        pytest.skip("the layout of bfloat16 here is another one")
+    multiply = _FBGEMM.multiply
+    monkeypatch.setattr(
+        _FBGEMM, "multiply", lambda self, x: multiply(self, x) * (1 + torch.arange(len(x))[:, None] / 100)
+    )
+    assert _layout.__wrapped__(torch.bfloat16) is None
 
 
 class Attention(nn.Module):
