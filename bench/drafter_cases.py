@@ -36,7 +36,7 @@ def drafters(target: PreTrainedModel) -> dict[str, Callable[[], engine.Drafter]]
         "eagle": lambda: _eagle(config),
         "eagle3": lambda: _eagle3(config),
         "eagle3, the target's output": lambda: _frozen_eagle3(config),
-        "ngram, else eagle3": lambda: with_head(engine.NGramDrafter(min_ngram=2), _eagle3(config)),
+        "ngram, else eagle3": lambda: with_head(engine.NGramDrafter(min_ngram=3), _eagle3(config)),
         "medusa": lambda: engine.MedusaDrafter(MedusaHeads(hidden, None, NUM_DRAFT_TOKENS, output="target")),
         "mlp": lambda: engine.MlpSpeculatorDrafter(MlpSpeculator(hidden, vocab, NUM_DRAFT_TOKENS, tie_weights=True)),
         "draft model of two layers": lambda: engine.DraftModel(draft_model(target)),

@@ -49,10 +49,10 @@ def test_a_name_makes_its_drafters(target: PreTrainedModel, draft: Path, name: s
     assert [output.token_ids for output in outputs] == [greedy(target, prompt, 12) for prompt in prompts]
 
 
-def test_lookup_in_a_cascade_wants_two_tokens() -> None:
+def test_lookup_in_a_cascade_wants_three_tokens() -> None:
     alone, first = (named.named("ngram", in_cascade) for in_cascade in (False, True))
     assert isinstance(alone, engine.NGramDrafter) and isinstance(first, engine.NGramDrafter)
-    assert (alone.min_ngram, first.min_ngram) == (1, 2)
+    assert (alone.min_ngram, first.min_ngram) == (1, 3)
 
 
 @pytest.mark.parametrize(
