@@ -42,7 +42,7 @@ def environment(device: str) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
         "commit": _first_line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
-        "cpu": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "cpu": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "versions": {name: value for name, value in versions.items() if value is not None},
     }
@@ -56,6 +56,11 @@ def environment(device: str) -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
         }
     return found
+
+
+def _processor() -> str:
+    """Its architecture, and the widest instructions that torch uses on it, by which the times of bf16 differ manifold."""
+    return f"{platform.processor() or platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _first_line(*command: str) -> str | None:
