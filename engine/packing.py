@@ -4,13 +4,15 @@ Decoding multiplies a few rows by every weight of the model, so it should take a
 row-major matrix oneDNN reads bfloat16 at half the speed that it reaches from its own blocked layout (measured for 1 to 8 rows on
 an EPYC with AVX-512: 10 to 15 against 20 to 28 GB/s), and it never converts on the way. Here that is done once, after loading.
 
-A processor without AVX-512 has no oneDNN product of bfloat16, and torch's own takes as long for every row as for the first:
-drafts would never pay. There FBGEMM reads the weights as float16 and computes in float32 (all 211 layers of
-SmolLM2-135M on 2 cores of an EPYC with AVX2, 1 row and 6 rows: 18 and 22 ms, where torch takes 20 and 89).
+oneDNN's products of bfloat16 are fast with AVX-512's instructions for it (AMD since Zen 4, Intel's servers since Sapphire Rapids).
+With AVX-512 alone they are emulated, and without it there are only torch's own, which take as long for every row as for the first:
+drafts would hardly ever pay. There FBGEMM reads the weights as float16 and computes in float32. All 211 layers of SmolLM2-135M
+on 2 cores, 1 row and 6 rows: on an EPYC with AVX2 torch takes 20 and 89 ms, FBGEMM 18 and 22; on another, with oneDNN kept from
+using the instructions for bfloat16, oneDNN takes 8.5 and 24 ms, FBGEMM 7.0 and 9.6.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol, TypeGuard
 
@@ -200,14 +202,12 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
 @cache
 def _layout(dtype: torch.dtype) -> type[_Layout] | None:
     """The first layout in which a packed layer gives here what a plain one gives, None if there is none."""
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return None
     plain = nn.Linear(64, 32, dtype=torch.float32)
     weight, bias = plain.weight.detach().to(dtype), plain.bias.detach().to(dtype)
     row = torch.linspace(-1, 1, 64, dtype=dtype)
     with torch.inference_mode():
         expected = plain(row.float())
-        for layout in (_OneDNN, _FBGEMM):
+        for layout in _layouts(dtype):
             try:
                 packed = layout(weight, bias)
                 given = [packed.multiply(row.expand(rows, -1)) for rows in range(1, 33)]
@@ -222,3 +222,14 @@ def _layout(dtype: torch.dtype) -> type[_Layout] | None:
             ):
                 return layout
     return None
+
+
+def _layouts(dtype: torch.dtype) -> tuple[type[_Layout], ...]:
+    """Those that may do for a dtype, the fastest first."""
+    if dtype == torch.float32:
+        return (_OneDNN,)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return ()
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has none
+    emulated = dtype == torch.bfloat16 and capabilities.get("avx512_bf16") is False
+    return (_FBGEMM, _OneDNN) if emulated else (_OneDNN, _FBGEMM)

@@ -10,7 +10,7 @@ from tiny_models import greedy, random_prompts, tiny
 from torch import nn
 
 import engine
-from engine.packing import _FBGEMM, PackedLinear, _layout, pack_linears
+from engine.packing import _FBGEMM, PackedLinear, _layout, _layouts, _OneDNN, pack_linears
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -52,9 +52,16 @@ def test_bfloat16_of_any_size_in_float16(scale: float, with_bias: bool, fbgemm: 
     torch.testing.assert_close(packed.multiply(x).double(), expected, rtol=2**-8, atol=1e-5 * scale)
 
 
+@pytest.fixture
+def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that has no instructions for bfloat16."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False}, raising=False)
+
+
+@pytest.mark.usefixtures("no_bfloat16")
 def test_what_a_row_gives_does_not_depend_on_its_place_or_on_the_others(fbgemm: type[_FBGEMM]) -> None:
-    if _layout(torch.bfloat16) is not fbgemm:
-        pytest.skip("the layout of bfloat16 here is another one")
+    if _layout.__wrapped__(torch.bfloat16) is not fbgemm:
+        pytest.skip("FBGEMM's rows depend on their place on this processor, so that it is not taken")
     torch.manual_seed(0)
     packed = fbgemm(torch.randn(96, 80).bfloat16(), None)
     x = torch.randn(150, 80).bfloat16()
@@ -66,14 +73,31 @@ def test_what_a_row_gives_does_not_depend_on_its_place_or_on_the_others(fbgemm: 
     assert packed.multiply(x)[:3].equal(whole[:3])
 
 
+@pytest.mark.usefixtures("no_bfloat16")
 def test_a_layout_whose_rows_depend_on_their_place_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    if _layout(torch.bfloat16) is not _FBGEMM:
-        pytest.skip("the layout of bfloat16 here is another one")
     multiply = _FBGEMM.multiply
     monkeypatch.setattr(
         _FBGEMM, "multiply", lambda self, x: multiply(self, x) * (1 + torch.arange(len(x))[:, None] / 100)
     )
-    assert _layout.__wrapped__(torch.bfloat16) is None
+    assert _layout.__wrapped__(torch.bfloat16) is not _FBGEMM
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "of_bfloat16"),
+    [
+        ({"avx512_bf16": True}, (_OneDNN, _FBGEMM)),
+        ({"avx512_bf16": False}, (_FBGEMM, _OneDNN)),
+        ({}, (_OneDNN, _FBGEMM)),  # not an x86
+    ],
+)
+def test_bfloat16_goes_where_the_processor_has_instructions(
+    capabilities: dict[str, bool], of_bfloat16: tuple[type, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert _layouts(torch.bfloat16) == of_bfloat16
+    assert _layouts(torch.float16) == (_OneDNN, _FBGEMM)
+    assert _layouts(torch.float32) == (_OneDNN,)  # nothing else keeps all of its bits
+    assert _layouts(torch.float64) == ()
 
 
 class Attention(nn.Module):
