@@ -80,9 +80,10 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
         check=True,
         env={**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "COMMANDS": str(commands)},
     )
-    prompts_made, invented_made, real_made, more_made, other_made, code_made, *trainings = [
-        shlex.split(line) for line in commands.read_text().splitlines()
-    ]
+    made, trainings = [], []
+    for line in commands.read_text().splitlines():
+        (trainings if " train " in line else made).append(shlex.split(line))
+    prompts_made, invented_made, real_made, more_made, other_made, code_made, *last_made = made
     assert prompts_made == ["-m", "recipes.smollm2_135m_instruct.prompts", "--out", f"{out}/templates.jsonl"]
     expected = ["-m", "recipes.smollm2_135m_instruct.invented", "--out", f"{out}/invented.jsonl", "--more-long", "400"]
     assert invented_made == expected
@@ -101,8 +102,13 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     assert other_made == [*expected, "--count", "1920", "--seed", "6", "--templates", "640"]
     expected = ["-m", "recipes.smollm2_135m_instruct.prompts", "--out", f"{out}/code.jsonl"]
     assert code_made == [*expected, "--count", "512", "--seed", "7", "--only", "coding"]
+    assert [words[-4:] for words in last_made] == [
+        ["--seed", "8", "--templates", "700"],
+        ["--count", "800", "--seed", "8"],
+        ["--seed", "9", "--only", "coding"],
+    ]
     train = typer.main.get_command(cli.app).commands["train"]
-    runs = first, second, third, fourth, fifth, sixth = tuple(
+    runs = first, second, third, fourth, fifth, sixth, seventh = tuple(
         train.make_context("train", words[3:]).params for words in trainings
     )
     for options in runs:
@@ -111,10 +117,11 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     assert third["start_from"] == str(second["out"]) == f"{out}/second"
     assert fourth["start_from"] == str(third["out"]) == f"{out}/third"
     assert fifth["start_from"] == str(fourth["out"]) == f"{out}/fourth"
-    assert sixth["start_from"] == str(fifth["out"]) == f"{out}/fifth" and str(sixth["out"]) == f"{out}/head"
-    assert [options["learn_prompts"] for options in runs] == [False, False, True, True, True, True]
+    assert sixth["start_from"] == str(fifth["out"]) == f"{out}/fifth"
+    assert seventh["start_from"] == str(sixth["out"]) == f"{out}/sixth" and str(seventh["out"]) == f"{out}/head"
+    assert [options["learn_prompts"] for options in runs] == [False, False] + [True] * 5
     read = [Path(options["prompts"]).read_text().splitlines() for options in runs]
-    assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000, 689 + 335 + 4000 + 4000, 1536 + 4000]
+    assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000, 689 + 335 + 4000 + 4000, 1536 + 4000, 12000]
     invented_ones = [str(number) for number in range(1, 4001)]
     assert sorted(read[2]) == sorted([*read[0], *invented_ones])
     assert sorted(read[3]) == sorted([*(out / "real.jsonl").read_text().splitlines(), *invented_ones])

@@ -23,6 +23,10 @@ tail -n +2049 "$out/invented.jsonl" | cat "$out/real.jsonl" - "$out/some.jsonl" 
 } > "$out/fifth.jsonl"
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/code.jsonl" --count 512 --seed 7 --only coding
 tail -n +3585 "$out/fifth.jsonl" | head -n 1536 | cat - "$out/code.jsonl" > "$out/sixth.jsonl"
+python -m recipes.smollm2_135m_instruct.more_texts --out "$out/last_texts.jsonl" --texts "$out/texts" --count 4200 --seed 8 --templates 700
+python -m recipes.smollm2_135m_instruct.prompts --out "$out/last_templates.jsonl" --count 800 --seed 8
+python -m recipes.smollm2_135m_instruct.prompts --out "$out/last_code.jsonl" --count 300 --seed 9 --only coding
+cat "$out"/last_{texts,templates,code}.jsonl | shuf --random-source=<(yes) > "$out/seventh.jsonl"
 
 common=(--freeze-head --num-steps 3 --tokens-per-batch 2048)
 python -m engine train eagle3 --prompts "$out/first.jsonl" --out "$out/first" "${common[@]}" \
@@ -35,5 +39,7 @@ python -m engine train eagle3 --prompts "$out/fourth.jsonl" --out "$out/fourth" 
     --start-from "$out/third" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.054
 python -m engine train eagle3 --prompts "$out/fifth.jsonl" --out "$out/fifth" "${common[@]}" \
     --start-from "$out/fourth" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.05
-python -m engine train eagle3 --prompts "$out/sixth.jsonl" --out "$out/head" "${common[@]}" \
+python -m engine train eagle3 --prompts "$out/sixth.jsonl" --out "$out/sixth" "${common[@]}" \
     --start-from "$out/fifth" --epochs 1 --learning-rate 0.0005 --learn-prompts --validation-share 0.05
+python -m engine train eagle3 --prompts "$out/seventh.jsonl" --out "$out/head" "${common[@]}" \
+    --start-from "$out/sixth" --epochs 2 --learning-rate 0.0007 --learn-prompts --validation-share 0.03
