@@ -71,7 +71,10 @@ def test_the_command_writes_a_prompt_a_line(tmp_path: Path) -> None:
 def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) -> None:
     fake = tmp_path / "bin" / "python"
     fake.parent.mkdir()
-    fake.write_text('#!/bin/bash\nprintf "%s\\n" "$*" >> "$COMMANDS"\ncase $4 in *.jsonl) seq 4000 > "$4" ;; esac\n')
+    text = 100 * "x"  # so much of it that no pipe holds all
+    fake.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$*" >> "$COMMANDS"\ncase $4 in *.jsonl) seq -f "%.0f {text}" 4000 > "$4" ;; esac\n'
+    )
     fake.chmod(0o755)
     commands, out = tmp_path / "commands", tmp_path / "out"
     (out / "texts").mkdir(parents=True)  # nothing is fetched
@@ -122,7 +125,7 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     assert [options["learn_prompts"] for options in runs] == [False, False] + [True] * 5
     read = [Path(options["prompts"]).read_text().splitlines() for options in runs]
     assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000, 689 + 335 + 4000 + 4000, 1536 + 4000, 12000]
-    invented_ones = [str(number) for number in range(1, 4001)]
+    invented_ones = [f"{number} {text}" for number in range(1, 4001)]
     assert sorted(read[2]) == sorted([*read[0], *invented_ones])
     assert sorted(read[3]) == sorted([*(out / "real.jsonl").read_text().splitlines(), *invented_ones])
     held = [round(o["validation_share"] * len(lines)) for o, lines in zip((second, third), read[1:], strict=False)]

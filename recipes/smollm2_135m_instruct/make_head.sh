@@ -22,7 +22,7 @@ tail -n +2049 "$out/invented.jsonl" | cat "$out/real.jsonl" - "$out/some.jsonl" 
     head -n 1920 "$out/other.jsonl"  # of these, some are held back
 } > "$out/fifth.jsonl"
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/code.jsonl" --count 512 --seed 7 --only coding
-tail -n +3585 "$out/fifth.jsonl" | head -n 1536 | cat - "$out/code.jsonl" > "$out/sixth.jsonl"
+sed -n '3585,5120p' "$out/fifth.jsonl" | cat - "$out/code.jsonl" > "$out/sixth.jsonl"
 python -m recipes.smollm2_135m_instruct.more_texts --out "$out/last_texts.jsonl" --texts "$out/texts" --count 4200 --seed 8 --templates 700
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/last_templates.jsonl" --count 800 --seed 8
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/last_code.jsonl" --count 300 --seed 9 --only coding
