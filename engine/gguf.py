@@ -48,6 +48,8 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
         made = Path(scratch) / "checkpoint"
         _convert(path, dtype, made, role)
         _write_manifest(made)
+        for file in made.iterdir():  # safetensors 0.8 makes files that their owner alone can read
+            shutil.copymode(made / _MANIFEST, file)
         if folder.exists():  # damaged, or another process was quicker
             shutil.rmtree(folder, ignore_errors=True)
         try:

@@ -189,10 +189,12 @@ def test_gguf_is_converted_once_and_mended(monkeypatch: pytest.MonkeyPatch, tmp_
         made.append(dtype)
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+        (folder / "model.safetensors").chmod(0o600)  # as safetensors 0.8 does
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(conversion, "_convert", convert)
     folder = conversion.converted(source, torch.bfloat16, "target")
+    assert {path.stat().st_mode for path in folder.iterdir()} == {source.stat().st_mode}  # for whoever shares the cache
     assert conversion.converted(source, torch.bfloat16, "target") == folder
     assert made == [torch.bfloat16]
     assert conversion.converted(source, torch.float32, "target") != folder

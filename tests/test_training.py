@@ -135,6 +135,8 @@ def test_a_run_from_prompts_to_a_drafter(name: str, target: Path, whole: Path, t
     assert ("freeze_head" in card) == name.startswith("eagle3")
     assert ("but for this engine alone" in card) == name.startswith("eagle3")  # two layers are too few for others
     assert ("is the target's and not in the file." in card) == (name == "eagle3-frozen")
+    (tmp_path / "usual").touch()
+    assert {path.stat().st_mode for path in out.iterdir() if path.is_file()} == {(tmp_path / "usual").stat().st_mode}
 
 
 SOON = [("gpt2", "eagle3"), ("gemma3_text", "eagle3"), ("gpt2", "draft-model")]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,7 @@ def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[s
     try:
         save_file(whole, weights, metadata={"format": "pt"})
         text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        shutil.copymode(text, weights)  # safetensors 0.8 makes files that their owner alone can read
         for place, complete in new.items():
             os.replace(complete, place)
     except SafetensorError as error:  # its own kind of error for a full disk

@@ -28,7 +28,10 @@ def replacing(file: Path) -> Iterator[Path]:
     partial = file.with_name(f".{file.name}.partial")
     try:
         with no_room(file):
+            partial.touch()
+            mode = partial.stat().st_mode
             yield partial
+            partial.chmod(mode)  # safetensors 0.8 makes files that their owner alone can read
             os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)

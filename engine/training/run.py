@@ -5,6 +5,7 @@ the phases leave: settings.json, answers.jsonl, training/ and validation/ with h
 When the drafter is there, work/ is of no more use.
 """
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -207,4 +208,5 @@ def _save(objective: Any, target: PreTrainedModel, tokenizer: Any, out: Path, op
             tokenizer.save_pretrained(scratch)
         files = sorted(Path(scratch).iterdir(), key=lambda file: file.name == "config.json")  # last what makes it known
         for file in files:
+            shutil.copymode(files[-1], file)  # safetensors 0.8 makes files that their owner alone can read
             file.replace(out / file.name)
