@@ -26,7 +26,7 @@ sed -n '3585,5120p' "$out/fifth.jsonl" | cat - "$out/code.jsonl" > "$out/sixth.j
 python -m recipes.smollm2_135m_instruct.more_texts --out "$out/last_texts.jsonl" --texts "$out/texts" --count 4200 --seed 8 --templates 700
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/last_templates.jsonl" --count 800 --seed 8
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/last_code.jsonl" --count 300 --seed 9 --only coding
-cat "$out"/last_{texts,templates,code}.jsonl | shuf --random-source=<(yes) > "$out/seventh.jsonl"
+cat "$out"/last_{texts,templates,code}.jsonl | shuf --random-source=<(yes) > "$out/seventh.jsonl"  # of all kinds, some are held back
 
 common=(--freeze-head --num-steps 3 --tokens-per-batch 2048)
 python -m engine train eagle3 --prompts "$out/first.jsonl" --out "$out/first" "${common[@]}" \
