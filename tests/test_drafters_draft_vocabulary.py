@@ -28,20 +28,37 @@ def state_of(*texts: list[int], room: int = 20) -> engine.BatchState:
     return state.select(slice(0, len(texts)), max_text_length=max(map(len, texts)) + 3)
 
 
+def found(ids: Tensor, valid: Tensor) -> list[list[int]]:
+    return [sorted(row[there].tolist()) for row, there in zip(ids, valid, strict=True)]
+
+
 def test_each_text_adds_its_own_tokens_once(output: Tensor) -> None:
-    seen = DraftVocabulary(IDS, VOCAB, output).seen(state_of([4, 0, 2, 0, 1, 5], [4, 4, 7], [3]))
-    assert seen is not None and seen.ids.shape == seen.valid.shape == (3, draft_vocabulary.MAX_SEEN)
-    found = [ids[valid].tolist() for ids, valid in zip(seen.ids, seen.valid, strict=True)]
-    assert [sorted(ids) for ids in found] == [[0, 2, 5], [], [3]]
-    assert torch.equal(seen.rows[0][seen.valid[0]], output[found[0]])
+    vocabulary, state = DraftVocabulary(IDS, VOCAB, output), state_of([4, 0, 2, 0, 1, 5], [4, 4, 7], [3])
+    seen = vocabulary.seen(state)
+    assert seen is not None and seen.ids.shape == seen.valid.shape == (3, 3)
+    assert found(seen.ids, seen.valid) == [[0, 2, 5], [], [3]]
+    assert torch.equal(seen.rows, output[seen.ids])
+    ids, valid = vocabulary._on_device(state)
+    assert ids.shape == valid.shape == (3, draft_vocabulary.MAX_SEEN) and found(ids, valid) == [[0, 2, 5], [], [3]]
 
 
 def test_of_a_long_text_the_latest(output: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_vocabulary, "MAX_SEEN", 3)
-    seen = DraftVocabulary(IDS, VOCAB, output).seen(state_of([0, 2, 3, 4, 5, 6], [8, 0, 2, 2, 2]))
-    assert seen is not None
-    found = [sorted(ids[valid].tolist()) for ids, valid in zip(seen.ids, seen.valid, strict=True)]
-    assert found == [[3, 5, 6], [2]]  # of the second, the last three are one
+    vocabulary, state = DraftVocabulary(IDS, VOCAB, output), state_of([0, 2, 3, 4, 5, 6], [8, 0, 2, 2, 2])
+    for ids, valid in (vocabulary._on_host(state), vocabulary._on_device(state)):
+        assert found(ids, valid) == [[3, 5, 6], [2]]  # of the second, the last three are one
+
+
+def test_where_a_row_has_a_token_does_not_depend_on_the_others(output: Tensor) -> None:
+    vocabulary, text = DraftVocabulary(IDS, VOCAB, output), [4, 5, 2, 0, 1, 5]
+    alone: Any = vocabulary.seen(state_of(text))
+    beside: Any = vocabulary.seen(state_of([3, 6, 0, 2, 8, 9, 10], text, [4]))
+    assert alone.ids.tolist() == [[0, 2, 5]] and bool(alone.valid.all())
+    assert beside.ids[1][beside.valid[1]].tolist() == [0, 2, 5] and bool(beside.valid[1, :3].all())
+
+
+def test_texts_within_the_draft_vocabulary_add_nothing(output: Tensor) -> None:
+    assert DraftVocabulary(IDS, VOCAB, output).seen(state_of([4, 7, 1], [7])) is None
 
 
 def test_without_an_output_matrix_a_text_adds_nothing() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import DRAFT, SAMPLE, RowStats, sample
+from ..backend import DRAFT, SAMPLE, sample
 from ..config import check_bool, check_instance, is_number
 from ..model import RaggedModel
 from ..packing import pack_linears
@@ -16,7 +16,7 @@ from .draft_vocabulary import DraftVocabulary, SeenTokens
 from .eagle_files import build
 from .eagle_model import EagleModel, usual_layers
 from .head_files import HeadFiles, read_head
-from .proposals import confidence, nothing, side_by_side
+from .proposals import confidence, likeliest, nothing, side_by_side
 
 # Where a draft is less likely than this to be accepted, the next is not worth a step of a tenth of a target call.
 MIN_REACH = 0.3
@@ -157,7 +157,6 @@ class EagleDrafter:
         if not self._hidden.states.numel():  # all texts so far were of one token
             return
         hidden = self._catch_up(state)
-        one_hot = self.greedy or state.all_greedy
         can_draft = (state.seq_lens > 0)[:, None]  # a text of one token has no hidden state yet
         reach = torch.ones_like(can_draft, dtype=torch.float32)
         tokens, seen = state.tokens[:, :0], self._vocabulary.seen(state)
@@ -166,16 +165,9 @@ class EagleDrafter:
                 at = state.seq_lens + step - 1
                 inside = ((at < state.limits) & can_draft[:, 0]).long()
                 hidden = self._call(state, tokens, at, inside, step, hidden)
-            logits = self._logits(hidden, seen)
-            tokens, stats, sure = self._draw(state, logits, seen, step)
-            drafts = tokens.where(can_draft, -1)
-            if one_hot:
-                yield Proposal(drafts, confidence=sure)
-            elif state.coupled:
-                yield Proposal(drafts)
-            else:
-                stats = stats._replace(argmax=self._vocabulary.target_ids(stats.argmax.clamp(min=0), seen))
-                yield Proposal(drafts, self._vocabulary.of_target(logits, seen), stats)
+            proposal, sure = self._draw(state, self._logits(hidden, seen), seen, step)
+            tokens = proposal.tokens
+            yield proposal._replace(tokens=tokens.where(can_draft, -1))
             if self.ends_early(state):
                 reach = reach * sure
                 if not bool((reach[state.active] >= self.min_reach).any()):
@@ -228,21 +220,28 @@ class EagleDrafter:
         normed = self.model.normed(hidden)
         return self._vocabulary.widened(self.model.get_output_embeddings()(normed), normed, seen)
 
-    def _draw(
-        self, state: BatchState, logits: Tensor, seen: SeenTokens | None, step: int
-    ) -> tuple[Tensor, RowStats, Tensor]:
-        """Target ids [B, 1] for draft logits [B, 1, V], -1 where those are no distribution; the stats, and how sure the
-        head is of the tokens."""
+    def _draw(self, state: BatchState, logits: Tensor, seen: SeenTokens | None, step: int) -> tuple[Proposal, Tensor]:
+        """The draft of a step by draft logits [B, 1, V], -1 where those are no distribution, and how sure the head is of it."""
+        greedy, vocabulary = self.greedy or state.all_greedy, self._vocabulary
+        if greedy and state.can_look:
+            found = likeliest(logits)
+            tokens, sure = vocabulary.target_ids(found.tokens, seen), found.confidence
+            assert sure is not None
+            return Proposal(tokens, confidence=sure), sure
         sampling = {**state.sampling, "seed": state.seed, "position": state.position + step, "return_logprobs": True}
-        if state.coupled and not (self.greedy or state.all_greedy):  # the target's noise goes by its ids
-            tokens, stats, logprobs = sample(self._vocabulary.of_target(logits, seen), **sampling, stream=SAMPLE)
-        else:
-            if self.greedy:
-                sampling["temperature"] = torch.zeros_like(state.temperature)
-            tokens, stats, logprobs = sample(logits, **sampling, origin=state.position, stream=DRAFT)
-            tokens = self._vocabulary.target_ids(tokens, seen)
+        if state.coupled and not greedy:  # the target's noise goes by its ids
+            tokens, _, logprobs = sample(vocabulary.of_target(logits, seen), **sampling, stream=SAMPLE)
+            assert logprobs is not None
+            return Proposal(tokens), confidence(logprobs)
+        if self.greedy:
+            sampling["temperature"] = torch.zeros_like(state.temperature)
+        tokens, stats, logprobs = sample(logits, **sampling, origin=state.position, stream=DRAFT)
         assert logprobs is not None
-        return tokens, stats, confidence(logprobs)
+        tokens, sure = vocabulary.target_ids(tokens, seen), confidence(logprobs)
+        if greedy:
+            return Proposal(tokens, confidence=sure), sure
+        stats = stats._replace(argmax=vocabulary.target_ids(stats.argmax.clamp(min=0), seen))
+        return Proposal(tokens, vocabulary.of_target(logits, seen), stats), sure
 
 
 def _is_dynamic(config: Any) -> bool:
