@@ -142,7 +142,8 @@ class RaggedModel:
         place = torch.arange(width, device=self.device)
         for done in range(0, longest, width):
             start = first + done
-            index = (start[:, None] + place).clamp(max=tokens.shape[1] - 1)
+            columns = place if self.exact else place[: longest - done]
+            index = (start[:, None] + columns).clamp(max=tokens.shape[1] - 1)
             stop = max(min(begin + done + width, end) for begin, end in spans)
             chunk = tokens.gather(1, index)
             self.call(chunk, start, last - start, rows, kv_length=stop, with_head=False, **inputs(index))

@@ -87,6 +87,23 @@ def test_long_prompts_of_different_length_are_read_together() -> None:
         torch.testing.assert_close(unpadded, padded)
 
 
+@pytest.mark.parametrize("skips_padding", [False, True])
+def test_the_last_part_of_a_prompt_is_no_wider_than_what_is_left(
+    skips_padding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.PREFILL_WIDTH", 16)
+    model = tiny("llama")
+    tokens = torch.randint(0, model.config.vocab_size, (1, 37), generator=torch.Generator().manual_seed(0))
+    made, whole = ragged(model, skips_padding), ragged(model, skips_padding)
+    with tokens_read(model) as read:
+        made.prefill(tokens, [(0, 37)], slice(0, 1))
+    assert read == [16, 16, 5]
+    monkeypatch.setattr("engine.model.PREFILL_WIDTH", 64)
+    whole.prefill(tokens, [(0, 37)], slice(0, 1))
+    for parts, one in zip(made.cache.ragged_layers, whole.cache.ragged_layers, strict=True):
+        torch.testing.assert_close(parts.keys[0, :, :37], one.keys[0, :, :37])
+
+
 @pytest.mark.parametrize("num_draft_tokens", [4, "auto"])
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_every_token_is_read_once_and_no_other(drafter: str | None, num_draft_tokens: int | str) -> None:
