@@ -1,7 +1,8 @@
 """What all tests share. Without a GPU, Triton kernels run in Triton's interpreter, on CPU tensors."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,11 +36,47 @@ def patch_the_language_once() -> None:
     InterpretedFunction.__call__ = call
 
 
+def look_up_dtypes_once() -> None:
+    """The interpreter asks for the NumPy dtype of every value, and makes the table of all for it each time."""
+    from triton.runtime import interpreter
+
+    derive = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def get(dtype: Any) -> Any:
+        if dtype.name not in known:
+            known[dtype.name] = derive(dtype)
+        return known[dtype.name]
+
+    interpreter._get_np_dtype = get
+
+
+def check_overflow(on: bool) -> None:
+    """Whether the interpreter works every sum, difference and product of integers out again in 64 bits, and fails where fewer are not
+    enough. As it comes, it does the work, a third of its time, and says nothing."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=on, debug=on)
+
+
 torch.set_num_threads(1)  # tiny models lose more by handing work over than a second core gives
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, so before any test module
     patch_the_language_once()
+    look_up_dtypes_once()
+    check_overflow(False)
+
+
+@pytest.fixture
+def overflow_checked() -> Iterator[None]:
+    """An integer that does not fit fails in the interpreter; a GPU does not tell."""
+    if torch.cuda.is_available():
+        yield
+        return
+    check_overflow(True)
+    yield
+    check_overflow(False)
 
 
 @pytest.fixture

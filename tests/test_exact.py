@@ -2,6 +2,7 @@
 
 import copy
 import os
+from functools import cache
 from typing import Any
 
 import pytest
@@ -58,9 +59,10 @@ def two_threads() -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def plain_texts(two_threads: None) -> dict[int, list[list[int]]]:
-    return {batch: texts(batch, drafter=None) for batch in (1, 4)}
+@cache
+def plain_texts(batch: int) -> list[list[int]]:
+    """When they are first asked for: another worker may need those of the other batch size alone."""
+    return texts(batch, drafter=None)
 
 
 # (batch, K, drafter): each value of each by default, the whole product under -m slow.
@@ -73,9 +75,9 @@ WHOLE = [(batch, k, drafter) for batch in (1, 4) for k in (1, 3, 5) for drafter 
     ("batch", "num_draft_tokens", "drafter"),
     [case if case in SAMPLE else pytest.param(*case, marks=pytest.mark.slow) for case in WHOLE],
 )
-def test_smollm2_in_bf16(plain_texts: dict[int, Any], batch: int, num_draft_tokens: int, drafter: str) -> None:
+def test_smollm2_in_bf16(two_threads: None, batch: int, num_draft_tokens: int, drafter: str) -> None:
     draft = first_layers(smollm2.loaded().target_model, 6) if drafter == "model" else drafter
-    assert texts(batch, drafter=draft, num_draft_tokens=num_draft_tokens) == plain_texts[batch]
+    assert texts(batch, drafter=draft, num_draft_tokens=num_draft_tokens) == plain_texts(batch)
 
 
 def random_head(target: PreTrainedModel, kind: str) -> engine.Drafter:
@@ -115,7 +117,7 @@ MORE_OTHERS = [(1, 4, "mlp"), (1, 3, "eagle1"), (1, 3, "greedy model"), (4, 3, "
     [*OTHERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OTHERS)],
 )
 def test_other_drafters_for_smollm2_in_bf16(
-    plain_texts: dict[int, Any], batch: int, num_draft_tokens: int, kind: str
+    two_threads: None, batch: int, num_draft_tokens: int, kind: str
 ) -> None:
     plain = smollm2.loaded()
     llm = engine.load(
@@ -127,13 +129,13 @@ def test_other_drafters_for_smollm2_in_bf16(
         max_batch_size=batch,
     )
     outputs = llm.generate(CHATS[:batch], engine.SamplingParams(max_new_tokens=NEW // 4))
-    assert [output.token_ids for output in outputs] == [ids[: NEW // 4] for ids in plain_texts[batch][:batch]]
+    assert [output.token_ids for output in outputs] == [ids[: NEW // 4] for ids in plain_texts(batch)[:batch]]
     assert llm.stats.draft_tokens > 0
 
 
 @pytest.mark.parametrize("drafter", ["ngram", pytest.param(DEFAULT_DRAFTER, marks=pytest.mark.slow)])
-def test_a_number_of_drafts_that_changes_in_bf16(plain_texts: dict[int, Any], drafter: str) -> None:
-    assert texts(4, drafter=drafter, num_draft_tokens="auto") == plain_texts[4]
+def test_a_number_of_drafts_that_changes_in_bf16(two_threads: None, drafter: str) -> None:
+    assert texts(4, drafter=drafter, num_draft_tokens="auto") == plain_texts(4)
 
 
 def test_coupled_samples_in_bf16() -> None:

@@ -195,6 +195,7 @@ def test_a_query_does_not_depend_on_its_column(options: dict[str, Any]) -> None:
     assert all(torch.equal(first, other) for other in at_once)
 
 
+@pytest.mark.usefixtures("overflow_checked")
 @pytest.mark.parametrize("dimension", [0, 1, 2], ids=["rows", "heads", "tokens"])
 def test_more_than_2_to_31_elements(dimension: int) -> None:
     """Offsets are 64-bit, those between the keys of a block too."""

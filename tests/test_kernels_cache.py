@@ -111,6 +111,7 @@ def test_nan_is_copied() -> None:
     assert check_scatter(case)[0].isnan().sum() == 4
 
 
+@pytest.mark.usefixtures("overflow_checked")
 @pytest.mark.parametrize("dimension", [0, 1, 2], ids=["rows", "heads", "tokens"])
 def test_more_than_2_to_31_elements(dimension: int) -> None:
     """Offsets are 64-bit, of what is read and of what is written."""

@@ -89,6 +89,7 @@ def test_logits_of_any_size(scale: float) -> None:
     check_row_stats(logits, torch.tensor([1.0, 2.0]))
 
 
+@pytest.mark.usefixtures("overflow_checked")
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["sequences", "rows", "tokens"])
 def test_more_than_2_to_31_logits(dim: int) -> None:
     """Offsets are 64-bit."""
@@ -113,6 +114,7 @@ def test_a_row_does_not_depend_on_its_batch(filtered: bool) -> None:
     assert_independent(row_stats, {name: value.to(DEVICE) for name, value in case.items()})
 
 
+@pytest.mark.usefixtures("overflow_checked")
 @pytest.mark.parametrize("filters", [{}, dict(top_k=torch.tensor([50]), top_p=torch.tensor([0.9]))], ids=len)
 def test_the_largest_vocabulary(filters: dict[str, torch.Tensor]) -> None:
     logits = random_logits(torch.Generator().manual_seed(6), 1, 262_144, dtype=torch.bfloat16)

@@ -53,6 +53,7 @@ def test_any_strides(layout: str) -> None:
     check_sample(logits, temperatures(4), **random_rows(4, generator))
 
 
+@pytest.mark.usefixtures("overflow_checked")
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["sequences", "rows", "tokens"])
 def test_more_than_2_to_31_logits(dim: int) -> None:
     """Offsets are 64-bit."""
@@ -82,6 +83,7 @@ def test_a_draw_does_not_depend_on_its_batch(filtered: bool) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("overflow_checked")
 @pytest.mark.parametrize("filters", [{}, dict(top_k=torch.tensor([50]), top_p=torch.tensor([0.9]))], ids=len)
 def test_the_largest_vocabulary(filters: dict[str, torch.Tensor]) -> None:
     generator = torch.Generator().manual_seed(7)

@@ -313,6 +313,7 @@ def test_plain_decoding_is_verify_without_drafts(method: str, vocab_size: int) -
     assert torch.equal(verify(**case, method=method).tokens, sample(case["target_logits"], **rows).tokens)
 
 
+@pytest.mark.usefixtures("overflow_checked")
 @pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_largest_vocabulary(method: str, filtered: bool) -> None:
@@ -328,6 +329,7 @@ def test_many_sequences(kind: str, batch: int) -> None:
     check_verify(verify_case(generator(22), batch, 1, 5, 5 if kind == "full" else None))
 
 
+@pytest.mark.usefixtures("overflow_checked")
 @pytest.mark.parametrize("dim", [0, 1], ids=["sequences", "rows"])
 @pytest.mark.parametrize("name", ["target_logits", "draft_logits"])
 def test_more_than_2_to_31_logits(name: str, dim: int) -> None:
