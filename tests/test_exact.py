@@ -116,9 +116,7 @@ MORE_OTHERS = [(1, 4, "mlp"), (1, 3, "eagle1"), (1, 3, "greedy model"), (4, 3, "
     ("batch", "num_draft_tokens", "kind"),
     [*OTHERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OTHERS)],
 )
-def test_other_drafters_for_smollm2_in_bf16(
-    two_threads: None, batch: int, num_draft_tokens: int, kind: str
-) -> None:
+def test_other_drafters_for_smollm2_in_bf16(two_threads: None, batch: int, num_draft_tokens: int, kind: str) -> None:
     plain = smollm2.loaded()
     llm = engine.load(
         plain.target_model,
