@@ -304,10 +304,11 @@ def verify(
         filters = {name: rows[name] for name in ("top_k", "top_p", "min_p")}
         thresholds = dict(typical_epsilon=typical_epsilon, typical_delta=typical_delta)
         # As many programs to a processor as there can be without spills.
-        if not filtered and width > 16:
+        simple, block = is_simple(target_logits, logit_bias, token_mask), method == "block"
+        if (width > 16 and (block or not filtered)) or (block and return_logprobs and (filtered or not simple)):
             shape |= registers(255)
-        elif not filtered and (method == "rejection" or draft_logits is not None):
-            shape |= registers(80) if is_simple(target_logits, logit_bias, token_mask) else {}
+        elif simple and not filtered and (method == "rejection" or draft_logits is not None):
+            shape |= registers(80)
         verify_kernel[grid](**both, **shape, **filters, **thresholds)
         if draft_logits is not None:
             slots = 1 if method == "rejection" else width - 1
