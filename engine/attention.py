@@ -28,7 +28,7 @@ def _grouped(
     query: Tensor,  # [B, heads, W, D]; of a call without padding [1, heads, N, D]
     key: Tensor,  # [B, K/V heads, L, D]
     value: Tensor,  # [B, K/V heads, L, D]
-    attention_mask: Tensor | None,  # [B, 1, W, L] bool
+    attention_mask: Tensor | None,  # [B, 1, W, L] bool; of a compiled call [1, 1, 1, 1] int64, which of the plan's
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -41,6 +41,11 @@ def _grouped(
     Returns:
         [B, W, heads, D], without padding [1, N, heads, D], and no weights.
     """
+    if torch.compiler.is_compiling():
+        layer = module.layer_idx
+        return torch.ops.speculative_engine.attend(query, key, value, attention_mask, layer, scaling), None
+    if attention_mask is not None and attention_mask.dtype == torch.int64:  # torch.compile has given up on this call
+        attention_mask = _caches[-1].plan.masks[int(attention_mask)]
     if attention_mask is None or attention_mask.shape[1] != 1 or attention_mask.dtype != torch.bool:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     plan, group = _caches[-1].plan, query.shape[1] // key.shape[1]
@@ -53,6 +58,34 @@ def _grouped(
         parts = _parts(plan, run.rows, run.width, attention_mask, group, query.dtype)
         outputs.append(_attend(columns, key[run.rows], value[run.rows], parts, scaling).flatten(0, 1))
     return torch.cat(outputs)[None], None
+
+
+_NO_MODULE = torch.nn.Module()  # attention with a mask asks nothing of it
+
+
+def _scatter_and_attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, scaling: float | None
+) -> Tensor:
+    """`RaggedLayer.update` and `_grouped` in a compiled graph: one operator, which learns of lengths and slots when it runs."""
+    cache = _caches[-1]
+    keys, values = cache.ragged_layers[layer].update(key, value)
+    output, _ = _grouped(_NO_MODULE, query, keys, values, cache.plan.masks[int(mask)], scaling)
+    return output.contiguous()
+
+
+def _shape_of_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, scaling: float | None
+) -> Tensor:
+    batch, heads, width, _ = query.shape
+    return query.new_empty(batch, width, heads, value.shape[-1])
+
+
+_ATTEND = "speculative_engine::attend"
+torch.library.define(
+    _ATTEND, "(Tensor query, Tensor key, Tensor value, Tensor mask, int layer, float? scaling) -> Tensor"
+)
+torch.library.impl(_ATTEND, "cpu", _scatter_and_attend)
+torch.library.register_fake(_ATTEND, _shape_of_attention)
 
 
 @dataclass(frozen=True)

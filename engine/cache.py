@@ -31,6 +31,7 @@ class CallPlan:
     runs: "list[Run] | None"
     span: slice | None  # of a single row on a CPU: the positions of its valid columns, for a plain copy
     kv_length: int  # keys and values [0, kv_length) are handed to attention
+    masks: list[Tensor] = field(default_factory=list)  # of a compiled call, [n, 1, W, kv_length] bool each
     prepared: dict[Hashable, Any] = field(default_factory=dict)  # what attention works out in the first layer, for all
 
     @property
@@ -95,8 +96,11 @@ class RaggedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Scatter new K/V [n, heads, W, head_dim] and return those that attention reads, [n, heads, kv_length, head_dim].
 
-        Where attention reads the buffers itself (`whole_buffers`), they are returned as they are.
+        Where attention reads the buffers itself (`whole_buffers`), they are returned as they are. While a model is compiled
+        nothing is scattered, and the new ones are returned: attention does all this when the graph runs.
         """
+        if torch.compiler.is_compiling():
+            return key_states, value_states
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         plan = self._owner.plan

@@ -126,6 +126,7 @@ def generate(
     max_length: options.MaxLength = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    compile: options.Compile = False,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -157,6 +158,7 @@ def generate(
         dtype=dtype,
         device=device,
         tokenizer=tokenizer,
+        compile=compile,
     )
     llm.check(items, params)
     if len(items) == 1 and not as_json:
@@ -177,6 +179,7 @@ def chat(
     max_length: options.MaxLength = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    compile: options.Compile = False,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -203,6 +206,7 @@ def chat(
         dtype=dtype,
         device=device,
         tokenizer=tokenizer,
+        compile=compile,
     )
     return Chat(llm, params, system, as_json).run()
 

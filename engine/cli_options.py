@@ -92,6 +92,14 @@ Dtype = Annotated[
     ),
 ]
 Device = Annotated[str, _option("--device", help='"auto", "cpu", "cuda:0", ...', panel=MODEL)]
+Compile = Annotated[
+    bool,
+    _option(
+        "--compile",
+        help="Compile the target first, on a CPU with a C++ compiler: a minute or two, later seconds.",
+        panel=MODEL,
+    ),
+]
 Temperature = Annotated[float, _option("--temperature", "-T", help="0 is greedy.", panel=SAMPLING)]
 TopK = Annotated[int, _option("--top-k", help="Keep the k likeliest tokens; 0: off.", panel=SAMPLING)]
 TopP = Annotated[float, _option("--top-p", help="Keep the likeliest tokens with this mass; 1: off.", panel=SAMPLING)]

@@ -126,6 +126,7 @@ class EngineConfig:
             depends on the drafts. None: True on an accelerator, False on CPU.
         max_batch_size: rows that decode together, in [1, 65536].
         max_length: prompt and new tokens together, >= 2; None: the model's context.
+        compile: on a CPU, the target runs compiled by `torch.compile`.
 
     Raises:
         ValueError: naming the field, the value and the rule.
@@ -136,8 +137,10 @@ class EngineConfig:
     exact: bool | None = None
     max_batch_size: int = 8
     max_length: int | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
+        check_bool("compile", self.compile)
         if isinstance(self.num_draft_tokens, str):
             if self.num_draft_tokens != "auto":
                 raise ValueError(f"num_draft_tokens must be 'auto' or an int >= 0, got {self.num_draft_tokens!r}")

@@ -9,6 +9,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from . import prompts as prompting
+from .compiled import compile_now
 from .config import EngineConfig, SamplingParams, check_ints
 from .detokenize import TextStream, decode
 from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
@@ -41,7 +42,7 @@ class Engine:
         self._ranks = Ranks.of(model)
         arguments = (config, model.dtype, type(drafter).__name__)
         self._ranks.require_same("the arguments of engine.load", arguments)
-        self._target = RaggedModel(model, config.max_batch_size, self.exact)
+        self._target = RaggedModel(model, config.max_batch_size, self.exact, compile=config.compile)
         if (attach := getattr(drafter, "attach", None)) is not None:
             attach(self._target)
         self._attached = [part for part in (drafter, *getattr(drafter, "stages", ())) if hasattr(part, "attach")]
@@ -64,6 +65,8 @@ class Engine:
             ranks=self._ranks,
         )
         self._generating = False
+        if config.compile:  # with the hidden states that the drafter keeps
+            compile_now(self._target)
 
     @property
     def target_model(self) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .attention import AttentionSwitch
 from .backend import MAX_HEAD_DIM
 from .cache import RaggedCache
+from .compiled import CompiledForward
 from .errors import UnsupportedModelError
 from .hidden_states import HiddenStates
 from .support import TESTED, check_supported, context_length, head_sizes, vocab_size, why_eager
@@ -49,15 +50,19 @@ class RaggedModel:
         exact: every decode call has the shape [num_slots, EXACT_WIDTH], every prefill call [1, EXACT_PREFILL_WIDTH], and
             attention sees whole blocks of keys, so that logits do not depend, bit for bit, on how a text was cut.
         role: "target" or "drafter", for messages.
+        compile: `decode` runs compiled; compiled.py says what that is.
 
     Attributes:
         skips_padding: calls of several rows cost by their tokens, not by their longest row.
+        compiled: how to call the model compiled, or None.
 
     Raises:
         UnsupportedModelError: if the architecture cannot be decoded this way.
     """
 
-    def __init__(self, model: PreTrainedModel, num_slots: int, exact: bool = False, role: str = "target") -> None:
+    def __init__(
+        self, model: PreTrainedModel, num_slots: int, exact: bool = False, role: str = "target", compile: bool = False
+    ) -> None:
         self.windows = check_supported(model, role)
         self.model: PreTrainedModel = model.eval()
         self.num_slots, self.exact = num_slots, exact
@@ -75,6 +80,12 @@ class RaggedModel:
         self.cache.whole_buffers = self._attention.ragged
         self.skips_padding = not exact and self._attention.unpadded and needs_no_padding(model)
         self._hidden: list[HiddenStates] = []
+        if compile and not (self._attention.unpadded and needs_no_padding(model)):
+            raise UnsupportedModelError(
+                f"compile=True needs a CPU and one of the tested architectures with attention 'sdpa', looked up by transformers; "
+                f"got {self.config.model_type!r} on {self.device.type!r} with {model.config._attn_implementation!r}"
+            )
+        self.compiled = CompiledForward(model, one_shape=exact) if compile else None
         if self.config.model_type not in TESTED:
             self._probe(role)
 
@@ -101,7 +112,7 @@ class RaggedModel:
         """Logits [n, W, V]. K/V of the valid columns is written at start, start + 1, ..."""
         width = tokens.shape[1]
         if not self.exact:
-            return self.call(tokens, start, num_valid, rows, kv_length)
+            return self.call(tokens, start, num_valid, rows, kv_length, compiled=self.compiled)
         missing = self.num_slots - tokens.shape[0]
         if missing:
             tokens = torch.nn.functional.pad(tokens, (0, 0, 0, missing))
@@ -114,6 +125,7 @@ class RaggedModel:
                 num_valid - column,
                 slice(0, self.num_slots),
                 kv_length,
+                compiled=self.compiled,
             )
             for column in range(0, width, EXACT_WIDTH)
         ]
@@ -157,6 +169,7 @@ class RaggedModel:
         kv_length: int,
         with_head: bool = True,
         keep_hidden: bool = True,
+        compiled: CompiledForward | None = None,
         **inputs: Tensor,
     ) -> Tensor:
         """One call of the model, of the shape of its arguments: as `decode`, which makes exact ones of it.
@@ -164,6 +177,8 @@ class RaggedModel:
         Args:
             with_head: False for what the head would read, [n, W, H].
             keep_hidden: False leaves kept hidden states alone, for a call that only drafts.
+            compiled: what is run in place of the model. Rows are then always put into one, as it has graphs for one token and
+                for several.
             inputs: further arguments of the model's `forward`.
         """
         column = torch.arange(tokens.shape[1], device=self.device)
@@ -171,7 +186,7 @@ class RaggedModel:
         valid = column < num_valid[:, None]
         num_valid = num_valid.clamp(0, tokens.shape[1])
         taken = None
-        if self.skips_padding and len(tokens) > 1 and 0 < int(num_valid.sum()) < valid.numel():
+        if self.skips_padding and len(tokens) > 1 and 0 < int(num_valid.sum()) < valid.numel() + (compiled is not None):
             taken = valid.flatten().nonzero()[:, 0]
         self.cache.plan_call(rows, positions, valid, num_valid, kv_length, taken)
         # Padding must stay inside a learned position table, and must see at least one key.
@@ -179,7 +194,7 @@ class RaggedModel:
         arguments: dict[str, Any] = dict(
             input_ids=tokens.where(valid, 0),
             position_ids=position_ids,
-            attention_mask=None if self._attention.ragged else self._masks(position_ids),
+            attention_mask=None if self._attention.ragged else self._masks(position_ids, compiled is not None),
             past_key_values=self.cache,
             use_cache=True,
         )
@@ -191,7 +206,8 @@ class RaggedModel:
         if kept:
             arguments["output_hidden_states"] = True
         with torch.inference_mode(), self._attention.on():
-            output = self.model(**arguments) if with_head else self.model.base_model(**arguments)
+            run = compiled or (self.model if with_head else self.model.base_model)
+            output = run(**arguments)
             for hidden in kept:
                 hidden.write(output.hidden_states)
             result: Tensor = output.logits if with_head else output[0]
@@ -226,8 +242,12 @@ class RaggedModel:
                 f"(difference {difference:.2g} at a standard deviation of {scale:.2g})"
             )
 
-    def _masks(self, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
-        """Key j is visible to the query at position i if j <= i, and inside the layer's window if it has one."""
+    def _masks(self, position_ids: Tensor, by_number: bool) -> Tensor | dict[str, Tensor]:
+        """Key j is visible to the query at position i if j <= i, and inside the layer's window if it has one.
+
+        Args:
+            by_number: leave the masks with the cache's plan, and return which is which.
+        """
         key = torch.arange(self.cache.plan.kv_length, device=self.device)
         query = position_ids[:, None, :, None]
         masks = {}
@@ -236,6 +256,9 @@ class RaggedModel:
             if window is not None:
                 mask &= key > query - window
             masks[kind] = mask
+        if by_number:
+            self.cache.plan.masks = list(masks.values())
+            masks = {kind: torch.full((1, 1, 1, 1), number) for number, kind in enumerate(masks)}
         return attention_masks(self.model, masks)
 
 

@@ -14,7 +14,9 @@ using the instructions for bfloat16, oneDNN takes 8.5 and 24 ms, FBGEMM 7.0 and 
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import count
 from typing import Any, Protocol, TypeGuard
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +73,7 @@ class _Product:
         if layout is None:
             raise ValueError(f"linear must have weights of a dtype that can be packed here, got {joined.dtype}")
         self._packed = layout(joined, bias)
+        self._number = -1  # by which an operator in a compiled graph finds it
         self._kept: tuple[Tensor, dict[int, Tensor]] | None = None  # an input, and the results not yet asked for
 
     def __call__(self, input: Tensor, index: int) -> Tensor:
@@ -88,11 +91,43 @@ class _Product:
         return found
 
     def _multiply(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # which cannot look into packed weights
+            output: Tensor = torch.ops.speculative_engine.product(input, self._number, sum(self._sizes))
+            return output
         return self._packed.multiply(input)
+
+    def number(self) -> None:
+        """Have a number that no other product of this process has; a copy has that of the one it was copied from."""
+        if _numbered.get(self._number) is not self:
+            self._number = next(_numbers)
+            _numbered[self._number] = self
 
     def weight(self, index: int) -> Tensor:
         """Of one of the layers: [out_features, in_features]."""
         return torch.split(self._packed.weight(), self._sizes)[index]
+
+
+_numbers, _numbered = count(), WeakValueDictionary[int, _Product]()
+
+
+def _numbered_product(input: Tensor, number: int, out_features: int) -> Tensor:
+    return _numbered[number]._multiply(input)
+
+
+def _shape_of_product(input: Tensor, number: int, out_features: int) -> Tensor:
+    return input.new_empty(*input.shape[:-1], out_features)
+
+
+torch.library.define("speculative_engine::product", "(Tensor input, int number, int out_features) -> Tensor")
+torch.library.impl("speculative_engine::product", "cpu", _numbered_product)
+torch.library.register_fake("speculative_engine::product", _shape_of_product)
+
+
+def number_products(model: nn.Module) -> None:
+    """Before the model is compiled: in a graph, each packed product is one operator."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module._product.number()
 
 
 class _Layout(Protocol):

@@ -88,6 +88,7 @@ def test_extreme_numbers_that_are_allowed(target: PreTrainedModel) -> None:
         ("drafter", "none", "drafter must be None for plain decoding, got 'none'"),
         ("drafter", engine.NGramDrafter, "drafter must be an object, got the class NGramDrafter"),
         ("tensor_parallel", 1, "tensor_parallel must be True or False, got 1"),
+        ("compile", 1, "compile must be True or False, got 1"),
         ("drafter", "./nothing", "drafter must be an existing path or a hub id, got './nothing'"),
         ("drafter", "", "drafter must be a name, a hub id or a path, also behind a '\\+', got ''"),
         ("drafter", "ngram+", "drafter must be a name, a hub id or a path, also behind a '\\+', got 'ngram\\+'"),

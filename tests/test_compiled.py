@@ -1,0 +1,144 @@
+"""A target that torch.compile has compiled: the same text, few graphs, none of them later than at loading."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONFIGS, EAGER_ONLY, GROUPED_EXPERTS, perturbed, random_prompts, tiny
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+import engine
+from engine import compiled
+from engine.model import RaggedModel
+from engine.packing import number_products, pack_linears
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler on a CPU"
+)
+PARAMS = [engine.SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (12, 3, 9, 12, 7)]
+PROMPTS = random_prompts(5)
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def texts(llm: engine.Engine) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def number_of_graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llama", "gemma3_text") else pytest.param(name, marks=SLOW)
+        for name in CONFIGS
+        if name not in ("falcon", "mixtral", *EAGER_ONLY)
+    ],
+)
+def test_the_same_text_from_two_graphs(name: str) -> None:
+    """gemma3 has two kinds of masks. float64 leaves no room for rounding to part the texts."""
+    target = tiny(name)
+    expected = texts(engine.load(target, drafter=None))
+    llm = engine.load(target, drafter=perturbed(target, 0.02), num_draft_tokens=3, max_batch_size=3, compile=True)
+    assert number_of_graphs() == 2
+    assert texts(llm) == expected
+    assert llm.stats.acceptance_rate > 0.2
+    assert number_of_graphs() == 2 and not counters["graph_break"]  # whatever the rows, their widths and lengths
+
+
+@SLOW
+def test_a_model_that_cannot_be_one_graph() -> None:
+    """Mixtral picks experts by looking at values."""
+    target = tiny("mixtral", dtype=torch.float32)
+    assert texts(engine.load(target, drafter=None, compile=True)) == texts(engine.load(target, drafter=None))
+
+
+@torch.inference_mode()  # as rounds are run
+def test_packed_layers_and_hidden_states() -> None:
+    """Both as they are without compiling, though a copy's weights have the numbers of those that they were copied from."""
+    other, model = tiny(seed=1, dtype=torch.float32), tiny(dtype=torch.float32)
+    if not pack_linears(model):
+        pytest.skip("this processor has no layout for packed layers")
+    pack_linears(other)
+    number_products(other)
+    tokens, start, num_valid = torch.tensor([[5, 6, 7], [8, 9, 3]]), torch.tensor([4, 2]), torch.tensor([3, 2])
+    found = []
+    for compile in (False, True):
+        ragged = RaggedModel(model, 2, compile=compile)
+        hidden = ragged.keep_hidden_states([1, 2])
+        ragged.cache.reserve(8)
+        if compile:
+            compiled.compile_now(ragged)
+        ragged.prefill(torch.arange(8).view(2, 4), [(0, 4), (0, 2)], slice(0, 2))
+        logits = ragged.decode(tokens, start, num_valid, slice(0, 2), 7)
+        states = hidden.gather(slice(0, 2), torch.arange(4).expand(2, 4))
+        found.append((logits[0], logits[1, :2], states, ragged.cache.layers[1].keys[0, :, :7]))
+    for plain, now in zip(*found, strict=True):
+        torch.testing.assert_close(now, plain, rtol=1e-4, atol=1e-4)
+    assert number_of_graphs() == 2
+
+
+def test_exact_text_does_not_depend_on_the_drafter() -> None:
+    target = tiny(dtype=torch.bfloat16)
+    drafter = perturbed(target, 0.05)
+    settings: dict[str, Any] = dict(exact=True, max_batch_size=2, compile=True)
+    plain, *others = [
+        texts(engine.load(target, drafter=each, num_draft_tokens=k, **settings))
+        for each, k in ((None, 0), ("ngram", 3), (drafter, "auto"))
+    ]
+    assert all(other == plain for other in others)
+    assert number_of_graphs() == 1
+
+
+def test_where_torch_gives_up_on_a_call() -> None:
+    """As it does after so many recompilations: the model then runs as it is, with masks that are numbers."""
+    target = tiny("gemma3_text")
+    expected = texts(engine.load(target, drafter=None))
+    llm = engine.load(target, drafter="ngram", compile=True)
+    with torch.compiler.set_stance("force_eager"):
+        assert texts(llm) == expected
+
+
+def test_hooks_of_the_model_run() -> None:
+    target, calls = tiny(), []
+    llm = engine.load(target, drafter=None, compile=True)
+    with target.register_forward_hook(lambda *_: calls.append(1)):
+        llm.generate(PROMPTS[1], PARAMS[0])
+    assert len(calls) == PARAMS[0].max_new_tokens
+    assert "forward" not in vars(target)
+
+
+@pytest.mark.parametrize("name", ["falcon", *EAGER_ONLY])
+def test_attention_of_their_own_is_refused(name: str) -> None:
+    dtype = torch.float32 if name in GROUPED_EXPERTS else torch.float64
+    with pytest.raises(engine.UnsupportedModelError, match=f"compile=True needs .*got '{name}'"):
+        engine.load(tiny(name, dtype=dtype), compile=True)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(engine.EngineError, match=r"could not be compiled, which takes a C\+\+ compiler"):
+        engine.load(tiny(hidden_size=48), drafter=None, compile=True)
+
+
+def test_other_logits_than_before_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: compiled.CompiledForward, **arguments: Any) -> Any:
+        output = self._model.base_model.get_input_embeddings()(arguments["input_ids"])
+        return type("Output", (), {"logits": self._model.lm_head(output)})
+
+    monkeypatch.setattr(compiled.CompiledForward, "__call__", wrong)
+    model: PreTrainedModel = tiny()
+    with pytest.raises(engine.UnsupportedModelError, match="of type 'llama': compiled, it gives other logits"):
+        engine.load(model, drafter=None, compile=True)
