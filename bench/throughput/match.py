@@ -73,32 +73,42 @@ class Match:
         return {"contest": asdict(self.contest), "group": lines, "turn": group.turn, "repeat": repeat}
 
     def _ready(self) -> list[Method]:
-        """The methods that can take part, warm."""
+        """The methods that can take part, warm: all are loaded before the first is warmed up, as what others load may have
+        torch.compile compile again."""
         longest = max((g for g in self.groups if g.turn == 0), key=lambda g: max(map(len, self._prompts(g, 0))))
-        prompts = self._prompts(longest, 0)
-        plain_texts: list[list[int]] = []
-        ready: list[Method] = []
+        prompts, seeds = self._prompts(longest, 0), self._seeds(longest, 0)
         left_out: dict[str, list[str]] = {}
-        for method in plan.methods(self.options, self.contest):
-            reason = method.unavailable(self.contest, self.bed.device.type)
-            if reason is None:
-                length = self.contest.max_new_tokens if method.full_warmup else WARMUP_TOKENS
-                try:
-                    method.prepare(self.bed, self.contest)
-                    if isinstance(method, Ours):
-                        method.plain_texts = plain_texts
-                    seeds = self._seeds(longest, 0)
-                    call = method.generate(prompts, seeds, min(length, self.contest.max_new_tokens))
-                except Exception as error:  # a contender that fails is a result too
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-                    method.close()
-            if reason is not None:
-                if self.records.skip(self.contest.label, method.name, reason):
-                    left_out.setdefault(reason, []).append(method.name)
-                continue
+
+        def leave_out(method: Method, reason: str) -> None:
+            if self.records.skip(self.contest.label, method.name, reason):
+                left_out.setdefault(reason, []).append(method.name)
+
+        def works(method: Method, step: Callable[[], None]) -> bool:
+            try:
+                step()
+            except Exception as error:  # a contender that fails is a result too
+                method.close()
+                leave_out(method, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+                return False
+            return True
+
+        def warm_up(method: Method) -> None:
+            nonlocal plain_texts
+            if isinstance(method, Ours):
+                method.plain_texts = plain_texts
+            length = self.contest.max_new_tokens if method.full_warmup else WARMUP_TOKENS
+            call = method.generate(prompts, seeds, min(length, self.contest.max_new_tokens))
             if method.name == OUR_PLAIN:
                 plain_texts = [row.token_ids for row in call.rows]
-            ready.append(method)
+
+        plain_texts: list[list[int]] = []
+        loaded: list[Method] = []
+        for method in plan.methods(self.options, self.contest):
+            if (reason := method.unavailable(self.contest, self.bed.device.type)) is not None:
+                leave_out(method, reason)
+            elif works(method, partial(method.prepare, self.bed, self.contest)):
+                loaded.append(method)
+        ready = [method for method in loaded if works(method, partial(warm_up, method))]
         for reason, names in left_out.items():
             say(f"left out: {', '.join(names)}: {reason}")
         if not ready:
