@@ -96,7 +96,7 @@ Compile = Annotated[
     bool,
     _option(
         "--compile",
-        help="Compile the target first, on a CPU with a C++ compiler: a minute or two, later seconds.",
+        help="Compile the target first, on a CPU with a C++ compiler: a minute or two, later half of one.",
         panel=MODEL,
     ),
 ]

@@ -58,7 +58,7 @@ class CompiledForward:
 
 @torch.inference_mode()  # as rounds are: a tensor made under it is another kind to torch.compile
 def compile_now(target: "RaggedModel") -> None:
-    """Compile what `decode` runs, instead of at its first calls: minutes, or seconds where torch has the code in its cache.
+    """Compile what `decode` runs, instead of at its first calls.
 
     Raises:
         EngineError: if it cannot be compiled here.

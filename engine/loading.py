@@ -58,9 +58,9 @@ def load(
         tensor_parallel: spread the target over all processes that torchrun has started, each with a GPU of its own (or, if
             there is none, on CPUs). Each reads its slices of the weights only. All of them must call `load` and `generate`
             with the same arguments, and get the same outputs. A draft model is held whole by each.
-        compile: have `torch.compile` compile the target's decode calls while loading, on a CPU: a minute or two the first time,
-            then seconds, as torch keeps the code. They then take a fifth to a fourth less time for a small model, and round
-            differently. Needs a C++ compiler. (GPUs capture whole rounds instead.)
+        compile: have `torch.compile` compile the target's decode calls while loading, on a CPU: some 70 s for 30 layers on 2 cores
+            the first time, 25 s when torch has the code in its cache. They then take a fifth to a fourth less time for a small
+            model, and round differently. Needs a C++ compiler. (GPUs capture whole rounds instead.)
 
     Raises:
         ValueError: for an argument out of its range, a damaged checkpoint, or a live draft model of another vocabulary.
