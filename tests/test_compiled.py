@@ -66,7 +66,7 @@ def test_a_model_that_cannot_be_one_graph() -> None:
 
 @torch.inference_mode()  # as rounds are run
 def test_packed_layers_and_hidden_states() -> None:
-    """Both as they are without compiling, though a copy's weights have the numbers of those that they were copied from."""
+    """Both as they are without compiling, beside the numbered products of another model."""
     other, model = tiny(seed=1, dtype=torch.float32), tiny(dtype=torch.float32)
     if not pack_linears(model):
         pytest.skip("this processor has no layout for packed layers")
