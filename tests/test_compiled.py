@@ -1,5 +1,6 @@
 """A target that torch.compile has compiled: the same text, few graphs, none of them later than at loading."""
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 import engine
 from engine import compiled
 from engine.model import RaggedModel
-from engine.packing import number_products, pack_linears
+from engine.packing import PackedLinear, number_products, pack_linears
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler on a CPU"
@@ -142,3 +143,16 @@ def test_other_logits_than_before_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     model: PreTrainedModel = tiny()
     with pytest.raises(engine.UnsupportedModelError, match="of type 'llama': compiled, it gives other logits"):
         engine.load(model, drafter=None, compile=True)
+
+
+def test_a_copied_product_gets_a_number_of_its_own() -> None:
+    """Or a graph would find the one that it was copied from."""
+    model = tiny(dtype=torch.float32)
+    if not pack_linears(model):
+        pytest.skip("this processor has no layout for packed layers")
+    number_products(model)
+    product = next(module for module in model.modules() if isinstance(module, PackedLinear))._product
+    number, copied = product._number, copy.copy(product)
+    copied.number()
+    product.number()
+    assert product._number == number != copied._number
