@@ -9,6 +9,7 @@ Of most tokens the noise itself is never worked out: an upper bound of it, a fou
 import triton
 import triton.language as tl
 
+from .jit_groups import STEP, fetch_list, group_ids, group_indices, leave_list, list_groups, listed_groups
 from .jit_random import BLOCK_LEVEL, gumbel, gumbel_bound, philox_words
 from .jit_rows import (
     BLOCK_MASS,
@@ -18,6 +19,7 @@ from .jit_rows import (
     VALUE,
     WINNER,
     as_int,
+    block_ids,
     blocks_at,
     fetch,
     finite,
@@ -29,7 +31,6 @@ from .jit_rows import (
     tile_indices,
     tile_max,
     tiles_at,
-    vocab_size_of,
 )
 
 
@@ -76,29 +77,40 @@ def fetch_winner(row, memory, best, inverse_temperature, NUM_TILES: tl.constexpr
 
 
 @triton.jit
-def draw_kept(rows, batch, column, threshold, best, inverse_temperature, noise, BLOCKS: tl.constexpr,
-              BLOCK: tl.constexpr):  # fmt: skip
-    """One sweep over a row: the token with the largest x / T + noise among those with x >= threshold."""
+def draw_kept(rows, batch, column, row, memory, threshold, best, inverse_temperature, noise, NUM_GROUPS: tl.constexpr,
+              BLOCKS: tl.constexpr):  # fmt: skip
+    """The token of a row with the largest x / T + noise among those with x >= threshold. Reads the groups that have any."""
     top, winner = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
-    for tile in range(tl.cdiv(vocab_size_of(rows), BLOCKS * BLOCK)):
-        ids = tile_ids(tile, BLOCKS, BLOCK)
+    count = list_groups(memory, row, threshold, NUM_GROUPS)
+    for start in range(0, count, STEP * BLOCKS):
+        group = listed_groups(rows, memory, row, start, count, BLOCKS)
+        ids = group_ids(group)
         x = read(rows, batch, column, ids)
-        words = philox_words(tile_indices(tile, BLOCKS, BLOCK), noise)
-        bound = (x - best) * inverse_temperature + gumbel_bound(words)
+        bound = (x - best) * inverse_temperature + gumbel_bound(philox_words(group_indices(group), noise))
         bound = tl.where(x >= threshold, bound, float("-inf"))
         top, winner = _overtake(top, winner, rows, batch, column, ids, bound, best, inverse_temperature, noise)
     return winner
 
 
 @triton.jit
-def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inverse_temperature, BLOCKS: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
-    """One sweep over a row: leave peak and mass of each block, of tokens with x >= threshold other than `left_out`."""
-    for tile in range(tl.cdiv(vocab_size_of(rows), BLOCKS * BLOCK)):
-        ids = tile_ids(tile, BLOCKS, BLOCK)
+def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inverse_temperature, NUM_BLOCKS: tl.constexpr,
+                      BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Leave peak and mass of each block of a row, of tokens with x >= threshold other than `left_out`. Reads the blocks that
+    have any."""
+    every = tl.arange(0, NUM_BLOCKS)
+    peaks, masses = blocks_at(memory, BLOCK_PEAK, row) + every, blocks_at(memory, BLOCK_MASS, row) + every
+    peak = fetch(peaks, every < memory[3], float("-inf"))
+    chosen = (peak >= threshold) & (peak > float("-inf"))
+    tl.store(peaks, float("-inf"), mask=(every < memory[3]) & (chosen == 0))
+    tl.store(masses, 0.0, mask=(every < memory[3]) & (chosen == 0))
+    count = leave_list(memory, row, chosen)
+    for start in range(0, count, BLOCKS):
+        block = fetch_list(memory, row, start + tl.arange(0, BLOCKS), count, memory[3])
+        ids = block_ids(block, BLOCK)
         x = read(rows, batch, column, ids)
-        x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
-        leave_masses(x, tile, row, memory, inverse_temperature, BLOCKS)
+        leave_masses(
+            tl.where((x >= threshold) & (ids != left_out), x, float("-inf")), block, row, memory, inverse_temperature
+        )
     tl.debug_barrier()  # they are read by other threads than wrote them
 
 

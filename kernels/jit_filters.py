@@ -3,15 +3,18 @@
 Which logits stay is decided by amounts: under top-k by how many are at least t, under top-p by their mass. The
 threshold is the largest t at which the amount at or above t is enough: at least k, or p times the mass that top-k left.
 
-- The first reading of the row leaves a sample, every n-th token. Three standard deviations to either side, the sample
-  says between which two logits the threshold lies.
-- One sweep over the row checks that exactly, and collects the logits between the two. top-k collects all above as well,
-  so that a top-p behind it need not sweep again. The mass that min-p leaves is summed up on the way.
+- The first reading of the row leaves the largest logit of each group of 256 tokens. If k groups reach t, so do k tokens: under
+  top-k the threshold is not below that. Under top-p it mostly is among the logits that no more than 32 groups reach.
+- It leaves a sample too, every n-th token. Where the groups are too many, or do not have the mass, the sample says between which
+  two logits the threshold lies, three standard deviations to either side.
+- One sweep over the groups that reach the lower of them checks that exactly, and collects the logits between the two. top-k
+  collects all above as well, so that a top-p behind it need not sweep again. The mass that min-p leaves is summed up on the way.
 - The threshold is found by halving among those collected. What is halved are keys, integers in the order of the logits.
 
 Where the sample misled, or there is no room for what lies between (CANDIDATES logits), the bracket is halved and the
-row swept again; a row of at most SAMPLES tokens is its own sample and needs no sweep. So a filtered row is read twice,
-and a third time where its tokens are drawn from; once more only for top-p behind a top-k of thousands.
+row swept again; a row of at most SAMPLES tokens is its own sample and needs no sweep. So a filtered row is read once, and
+twice more at the most: to find the threshold, and where its tokens are drawn from; once more only for top-p behind a top-k of
+thousands. All but the first reading are of the groups that reach what may stay: of peaked rows a few in a hundred.
 """
 
 from inspect import signature
@@ -20,13 +23,33 @@ import torch
 import triton
 import triton.language as tl
 
-from .jit_rows import LANES, LOG2_E, block_sum, fetch, read, rest_at, vocab_size_of
+from .jit_groups import (
+    CANDIDATES,
+    GROUPS,
+    SAMPLES,
+    STEP,
+    fetch_group_peaks,
+    group_ids,
+    group_peaks_at,
+    leave_group_peaks,
+    list_groups,
+    listed_groups,
+    search_at,
+)
+from .jit_rows import (
+    BLOCK_MASS,
+    BLOCK_PEAK,
+    LANES,
+    LOG2_E,
+    block_sum,
+    blocks_at,
+    fetch,
+    read,
+    vocab_size_of,
+)
 
-# float32 numbers of scratch memory per row, 60 KiB together. At least half of SAMPLES are in a sample: what lies between its two
-# logits, for top-p at most 10,000 tokens of 262,144 with normally distributed logits, is to fit into CANDIDATES.
-SAMPLES, CANDIDATES = 4096, 11264
+_FEW = tl.constexpr(32)  # groups: tried first under top-p, as what they have fits into CANDIDATES
 _SAMPLES, _CANDIDATES = tl.constexpr(SAMPLES), tl.constexpr(CANDIDATES)
-_SWEEP = tl.constexpr(512)  # tokens of a step of a sweep, for each block of a tile
 # Triton 3.9 announces that 3.10 will not have it: elements are then moved through shared memory to be flat.
 _ANY_ORDER = tl.constexpr("can_reorder" in signature(tl.reshape).parameters)
 
@@ -82,11 +105,33 @@ def _sampled_bounds(sample, samples, inverse_temperature, best, total, wanted, l
 
 
 @triton.jit
-def _sweep_ids(start, BLOCKS: tl.constexpr):
-    """Token ids of one step of a sweep, [2, BLOCKS, 256]: as a tile is held, but half as many."""
-    part, group = tl.arange(0, _SWEEP // LANES), tl.arange(0, BLOCKS)
-    lane = tl.arange(0, LANES)
-    return start + (part[:, None, None] * BLOCKS + group[None, :, None]) * LANES + lane[None, None, :]
+def _groups_bound(peaks, wanted, lowest, highest, SHIFT: tl.constexpr):
+    """The largest key that so many groups reach, or `lowest`; and how many tokens are in those that do."""
+    low, high = lowest, highest
+    while high > low + 1:
+        middle = _middle(low, high)
+        enough = tl.sum((peaks >= key_logit(middle, SHIFT)).to(tl.int32), axis=0) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    reached = (peaks >= key_logit(low, SHIFT)) & (peaks > float("-inf"))
+    return low, tl.sum(reached.to(tl.int32), axis=0) * LANES
+
+
+@triton.jit
+def _least_mass(memory, row, bound, best, inverse_temperature, NUM_GROUPS: tl.constexpr):
+    """No more than the sum of exp((x - best) / T) over x >= bound is: of each block the largest logits of its groups, or all that
+    it has but for what all its other tokens may have."""
+    block, part = tl.arange(0, NUM_GROUPS // GROUPS), tl.arange(0, GROUPS)
+    inside = block < memory[3]
+    at = group_peaks_at(memory, row) + block[:, None] * GROUPS + part[None, :]
+    peaks = fetch(at, inside[:, None], float("-inf"))
+    peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
+    mass = fetch(blocks_at(memory, BLOCK_MASS, row) + block, inside, 0.0)
+    by_peaks = tl.sum(tl.where(peaks >= bound, _weight(peaks, best, inverse_temperature), 0.0), axis=1)
+    by_mass = mass * _weight(peak, best, inverse_temperature) - _weight(bound, best, inverse_temperature) * (
+        GROUPS * LANES
+    )
+    return tl.sum(tl.where(peak >= bound, tl.maximum(by_peaks, by_mass), 0.0), axis=0)
 
 
 @triton.jit
@@ -108,17 +153,19 @@ def _flat(number, x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _sweep(rows, batch, column, candidates, low, high, cut, best, inverse_temperature, SHIFT: tl.constexpr,
-           BY_COUNT: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """One reading of a row: count (only if BY_COUNT) and mass of what is at or above `high`, and of what is in [low, high);
-    the latter goes to `candidates`, as far as there is room. low and high are keys. And the mass at or above the logit
-    `cut`, if any."""
+def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_temperature, SHIFT: tl.constexpr,
+           BY_COUNT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    """One reading of the groups that reach `low`: count (only if BY_COUNT) and mass of what is at or above `high`, and of what is
+    in [low, high); the latter is left as candidates, as far as there is room. low and high are keys. And the mass at or above
+    the logit `cut`, if any; too little where that is below `low`."""
     least, most = key_logit(low, SHIFT), key_logit(high, SHIFT)
+    _, candidates = _sample_and_candidates(memory, row)
     over, found = tl.zeros([BLOCKS], tl.int32), tl.zeros([], tl.int32)
     over_mass, within_mass = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32)
     uncut_mass = tl.zeros([BLOCKS], tl.float32)
-    for start in range(0, vocab_size_of(rows), BLOCKS * _SWEEP):
-        x = read(rows, batch, column, _sweep_ids(start, BLOCKS))
+    groups = list_groups(memory, row, least, NUM_GROUPS)
+    for start in range(0, groups, STEP * BLOCKS):
+        x = read(rows, batch, column, group_ids(listed_groups(rows, memory, row, start, groups, BLOCKS)))
         weight = _weight(x, best, inverse_temperature)
         if cut is not None:
             uncut_mass += block_sum(tl.where(x >= cut, weight, 0.0))
@@ -129,7 +176,7 @@ def _sweep(rows, batch, column, candidates, low, high, cut, best, inverse_temper
         over_mass += block_sum(tl.where(above, weight, 0.0))
         within_mass += block_sum(tl.where(within, weight, 0.0))
         place, count = _places(within.to(tl.int32))
-        place, x = _flat(tl.where(within, found + place, _CANDIDATES), x, BLOCKS * _SWEEP)
+        place, x = _flat(tl.where(within, found + place, _CANDIDATES), x, STEP * BLOCKS * LANES)
         tl.store(candidates + place, x, mask=place < _CANDIDATES)
         found += count
     tl.debug_barrier()  # the candidates are read by other threads than wrote them
@@ -138,18 +185,38 @@ def _sweep(rows, batch, column, candidates, low, high, cut, best, inverse_temper
 
 
 @triton.jit
-def _collect(rows, batch, column, candidates, low, high, cut, best, inverse_temperature, wanted, lowest, highest,
-             SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """Sweep until [low, high) is known to hold the threshold and its logits to be in `candidates`."""
+def _collect(rows, batch, column, row, memory, cut, best, total, inverse_temperature, wanted, lowest, highest, leave_top,
+             SCALE: tl.constexpr, SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, NUM_GROUPS: tl.constexpr,
+             BLOCKS: tl.constexpr):  # fmt: skip
+    """Sweep until [low, high) is known to hold the threshold and its logits to be the candidates; of those above too, unless
+    `leave_top`, or they had to be left."""
+    peaks = fetch_group_peaks(memory, row, NUM_GROUPS)
     floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
+    if BY_COUNT:
+        low, tokens = _groups_bound(peaks, wanted.to(tl.int32), lowest, highest, SHIFT)
+        floor, promising = low, tokens <= _CANDIDATES
+    else:
+        light = (total - wanted) / (2 * vocab_size_of(rows))  # tokens that weigh no more may all be left out
+        floor = tl.maximum(lowest, logit_key(best + tl.div_rn(tl.log(light), inverse_temperature), SHIFT))
+        low, tokens = _groups_bound(peaks, _FEW, floor, highest, SHIFT)
+        mass = _least_mass(memory, row, key_logit(low, SHIFT), best, inverse_temperature, NUM_GROUPS)
+        promising = (tokens <= _CANDIDATES) & (mass >= wanted)
+    high = highest
+    if not promising:
+        sample, _ = _sample_and_candidates(memory, row)
+        samples = tl.cdiv(vocab_size_of(rows), SCALE)
+        low, perhaps = _sampled_bounds(
+            sample, samples, inverse_temperature, best, total, wanted, floor, highest, SCALE, SHIFT, BY_COUNT
+        )  # fmt: skip
+        high = tl.where(leave_top, tl.minimum(tl.maximum(perhaps, low) + 1, highest), highest)
     over, found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     over_mass, within_mass = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
     uncut_mass = tl.full([], -1.0, tl.float32)  # not known
     searching = low < high
     while searching:
         over, over_mass, found, within_mass, uncut_mass = _sweep(
-            rows, batch, column, candidates, low, high, cut, best, inverse_temperature, SHIFT, BY_COUNT, BLOCKS
-        )
+            rows, batch, column, row, memory, low, high, cut, best, inverse_temperature, SHIFT, BY_COUNT, NUM_GROUPS, BLOCKS
+        )  # fmt: skip
         more, within = over_mass, within_mass
         if BY_COUNT:
             more, within = over.to(tl.float32), found.to(tl.float32)
@@ -161,21 +228,6 @@ def _collect(rows, batch, column, candidates, low, high, cut, best, inverse_temp
         low = tl.where(searching & (ceiling > floor + 1), _middle(floor, ceiling), floor)
         high = ceiling
     return low, high, over, over_mass, found, within_mass, uncut_mass
-
-
-@triton.jit
-def _collect_around(rows, batch, column, sample, samples, candidates, cut, best, total, inverse_temperature, wanted, lowest,
-                    highest, leave_top, SCALE: tl.constexpr, SHIFT: tl.constexpr, BY_COUNT: tl.constexpr,
-                    BLOCKS: tl.constexpr):  # fmt: skip
-    """`_collect` from the bracket that the sample gives; unless `leave_top`, with all that lies above it."""
-    low, perhaps = _sampled_bounds(
-        sample, samples, inverse_temperature, best, total, wanted, lowest, highest, SCALE, SHIFT, BY_COUNT
-    )  # fmt: skip
-    high = tl.where(leave_top, tl.minimum(tl.maximum(perhaps, low) + 1, highest), highest)
-    return _collect(
-        rows, batch, column, candidates, low, high, cut, best, inverse_temperature, wanted, lowest, highest, SHIFT,
-        BY_COUNT, BLOCKS,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -203,22 +255,23 @@ def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse
 
 
 @triton.jit
-def _mass_from(rows, batch, column, threshold, best, inverse_temperature, BLOCKS: tl.constexpr):
+def _mass_from(rows, batch, column, row, memory, threshold, best, inverse_temperature, NUM_GROUPS: tl.constexpr,
+               BLOCKS: tl.constexpr):  # fmt: skip
     """sum of exp((x - best) / T) over x >= threshold, in one sweep."""
     total = tl.zeros([BLOCKS], tl.float32)
-    for start in range(0, vocab_size_of(rows), BLOCKS * _SWEEP):
-        x = read(rows, batch, column, _sweep_ids(start, BLOCKS))
+    groups = list_groups(memory, row, threshold, NUM_GROUPS)
+    for start in range(0, groups, STEP * BLOCKS):
+        x = read(rows, batch, column, group_ids(listed_groups(rows, memory, row, start, groups, BLOCKS)))
         total += block_sum(tl.where(x >= threshold, _weight(x, best, inverse_temperature), 0.0))
     return tl.sum(total, axis=0)
 
 
 @triton.jit
 def find_threshold(
-    rows, batch, column,
-    sample, candidates,  # scratch memory of the row
+    rows, batch, column, row, memory,
     best, total, inverse_temperature,  # of the whole row; best is finite
     filters,  # (top_k, top_p, min_p), [B] each or None
-    SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr,
+    SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The smallest logit that the filters keep, and sum of exp((x - best) / T) over what they keep."""
     top_k, top_p, min_p = filters
@@ -241,11 +294,11 @@ def find_threshold(
     if (k > 0) | (p < 1):
         whole: tl.constexpr = SAMPLE_SHIFT == 0
         scale: tl.constexpr = 1 << SAMPLE_SHIFT
-        samples = tl.cdiv(vocab_size, scale)
+        sample, candidates = _sample_and_candidates(memory, row)
         # What is known of the logits in `values`: all those in [low, high), besides `over` that are above.
         low, high = lowest, highest
         over, over_mass = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
-        found, within_mass = samples.to(tl.int32), total
+        found, within_mass = tl.cdiv(vocab_size, scale).to(tl.int32), total
         values = candidates
         if whole:
             values = sample
@@ -255,9 +308,9 @@ def find_threshold(
                 # So many may be at or above the lower bound: 3 deviations above a count 3 deviations above k / scale.
                 deviation = 3 + tl.sqrt(wanted / scale + 5.25)
                 leave_top = (p >= 1) | (scale * deviation * deviation > _CANDIDATES)
-                low, high, over, over_mass, found, within_mass, uncut_mass = _collect_around(
-                    rows, batch, column, sample, samples, candidates, cut, best, total, inverse_temperature, wanted, lowest,
-                    highest, leave_top, scale, SHIFT, True, BLOCKS,
+                low, high, over, over_mass, found, within_mass, uncut_mass = _collect(
+                    rows, batch, column, row, memory, cut, best, total, inverse_temperature, wanted, lowest, highest, leave_top,
+                    scale, SHIFT, True, NUM_GROUPS, BLOCKS,
                 )  # fmt: skip
             low, mass = _halve(
                 values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, True
@@ -271,9 +324,9 @@ def find_threshold(
             # Go on among what top-k has collected, if that is all that it left.
             collected = (k > 0) & (over == 0) & (found <= _CANDIDATES)
             if not (collected | whole):
-                low, high, over, over_mass, found, within_mass, uncut_mass = _collect_around(
-                    rows, batch, column, sample, samples, candidates, cut, best, total, inverse_temperature, wanted, floor,
-                    highest, p < 1, scale, SHIFT, False, BLOCKS,
+                low, high, over, over_mass, found, within_mass, uncut_mass = _collect(
+                    rows, batch, column, row, memory, cut, best, total, inverse_temperature, wanted, floor, highest, p < 1, scale,
+                    SHIFT, False, NUM_GROUPS, BLOCKS,
                 )  # fmt: skip
             low, mass = _halve(
                 values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, False
@@ -283,20 +336,24 @@ def find_threshold(
         if cut > threshold:
             threshold, mass = cut, uncut_mass
             if mass < 0:
-                mass = _mass_from(rows, batch, column, threshold, best, inverse_temperature, BLOCKS)
+                mass = _mass_from(
+                    rows, batch, column, row, memory, threshold, best, inverse_temperature, NUM_GROUPS, BLOCKS
+                )
     return threshold, mass
 
 
 @triton.jit
 def _sample_and_candidates(memory, row):
     """Pointers to the sample and the candidates of a row."""
-    samples = rest_at(memory)
-    return samples + row * _SAMPLES, samples + memory[1] * _SAMPLES + row * _CANDIDATES
+    return search_at(memory, row), search_at(memory, row) + _SAMPLES
 
 
 @triton.jit
-def leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample."""
+def leave_sample(
+    x, ids, tile, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample, and the largest logit of each group."""
+    leave_group_peaks(x, tile, row, memory, BLOCKS)
     sample, _ = _sample_and_candidates(memory, row)
     ids, x = _flat(ids, x, BLOCKS * BLOCK)
     chosen = ((ids & ((1 << SAMPLE_SHIFT) - 1)) == 0) & (ids < vocab_size_of(rows))
@@ -306,15 +363,13 @@ def leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: 
 @triton.jit
 def filter_row(
     rows, batch, column, row, memory, best, total, inverse_temperature, greedy, filters,
-    SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr,
+    SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Threshold and mass of any row; greedy rows and rows without a distribution are not filtered."""
     threshold, mass = tl.full([], float("-inf"), tl.float32), total
     if (tl.abs(best) < float("inf")) & (not greedy):
-        sample, candidates = _sample_and_candidates(memory, row)
         threshold, mass = find_threshold(
-            rows, batch, column, sample, candidates, best, total, inverse_temperature, filters, SHIFT, SAMPLE_SHIFT,
-            BLOCKS,
+            rows, batch, column, row, memory, best, total, inverse_temperature, filters, SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
         )  # fmt: skip
     return threshold, mass
 

@@ -91,10 +91,16 @@ def read_at(rows, batch, column, ids):
 
 
 @triton.jit
-def tile_ids(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Token ids of a tile, as it is held: [BLOCK / 256, BLOCKS, 256]."""
-    block, part = tile * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCK // LANES)
+def block_ids(block, BLOCK: tl.constexpr):
+    """Token ids of blocks [BLOCKS], as a tile of them is held: [BLOCK / 256, BLOCKS, 256]."""
+    part = tl.arange(0, BLOCK // LANES)
     return block[None, :, None] * BLOCK + part[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+
+
+@triton.jit
+def tile_ids(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Token ids of a tile."""
+    return block_ids(tile * BLOCKS + tl.arange(0, BLOCKS), BLOCK)
 
 
 @triton.jit
@@ -228,9 +234,8 @@ def log_sum_exp(best, total, inverse_temperature):
 
 
 @triton.jit
-def leave_masses(x, tile, row, memory, inverse_temperature, BLOCKS: tl.constexpr):
-    """Leave peak and mass of each block of a tile, which may be raw; returns those of the tile."""
-    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+def leave_masses(x, block, row, memory, inverse_temperature):
+    """Leave peak and mass of each block [BLOCKS] of a tile x, which may be raw; returns those of the tile."""
     peaks = block_max(x)
     masses = block_mass(x, peaks, inverse_temperature)
     peaks = tl.where(masses == masses, peaks, float("inf"))
@@ -245,7 +250,7 @@ def leave_stats(x, ids, tile, row, memory, inverse_temperature, want_argmax, MAS
                 BLOCKS: tl.constexpr):  # fmt: skip
     """Leave the peak of a tile, its mass and argmax if wanted; returns the peak. The tile may be raw if MASSES."""
     if MASSES:
-        peak, mass = leave_masses(x, tile, row, memory, inverse_temperature, BLOCKS)
+        peak, mass = leave_masses(x, tile * BLOCKS + tl.arange(0, BLOCKS), row, memory, inverse_temperature)
         tl.store(tiles_at(memory, MASS, row) + tile, mass)
     else:
         peak = tile_max(x)

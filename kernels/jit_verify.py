@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .jit_draw import draw_kept
 from .jit_filters import filter_row
+from .jit_groups import STEP, group_ids, list_groups, listed_groups
 from .jit_random import ACCEPT, uniforms
 from .jit_rows import (
     ARGMAX,
@@ -28,10 +29,8 @@ from .jit_rows import (
     read_at,
     row_at,
     tile_heat,
-    tile_ids,
     tiles_at,
     total_mass,
-    vocab_size_of,
 )
 from .records import Status
 
@@ -43,21 +42,24 @@ _ZERO_DRAFT_PROB = tl.constexpr(int(Status.ZERO_DRAFT_PROB))
 def leave_filtered_row(
     target, batch, column, row, memory, inverse_temperature, greedy, filters, noise,
     METHOD: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    NUM_TILES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Leave what the sequence will ask of a filtered row: threshold, lse, own token, entropy."""
     best, total, own = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
     threshold, total = filter_row(
         target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT,
-        BLOCKS,
+        NUM_GROUPS, BLOCKS,
     )  # fmt: skip
     if METHOD == "coupled":
         if not greedy:
-            own = draw_kept(target, batch, column, threshold, best, inverse_temperature, noise, BLOCKS, BLOCK)
+            own = draw_kept(
+                target, batch, column, row, memory, threshold, best, inverse_temperature, noise, NUM_GROUPS, BLOCKS
+            )
     if METHOD == "typical":
         heat = tl.zeros([], tl.float32)
-        for tile in range(tl.cdiv(vocab_size_of(target), BLOCKS * BLOCK)):
-            x = read(target, batch, column, tile_ids(tile, BLOCKS, BLOCK))
+        count = list_groups(memory, row, threshold, NUM_GROUPS)
+        for start in range(0, count, STEP * BLOCKS):
+            x = read(target, batch, column, group_ids(listed_groups(target, memory, row, start, count, BLOCKS)))
             heat += tile_heat(tl.where(x >= threshold, x, float("-inf")), best, inverse_temperature)
         tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - heat / total)
     tl.store(row_at(memory, ROW_THRESHOLD, row), threshold)

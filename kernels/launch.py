@@ -6,7 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .jit_filters import CANDIDATES, SAMPLES, key_shift, sample_shift
+from .jit_filters import key_shift, sample_shift
+from .jit_groups import GROUPS, filter_floats
 from .jit_rows import BLOCK, THREADS, TILE_BLOCKS, floats_per_row
 from .numerics import spread
 from .records import RowStats
@@ -51,7 +52,7 @@ def shape_arguments(
     num_rows, num_blocks = batch * width, triton.cdiv(vocab_size, BLOCK)
     blocks = min(TILE_BLOCKS, triton.next_power_of_2(num_blocks))
     num_tiles = triton.cdiv(num_blocks, blocks)
-    per_row = floats_per_row(num_tiles, num_blocks) + (SAMPLES + CANDIDATES if filtered else 0)
+    per_row = floats_per_row(num_tiles, num_blocks) + (filter_floats(num_blocks) if filtered else 0)
     counters, scratch = workspace(rows.device, num_rows + (batch if batched else 0), num_rows * per_row)
     return dict(
         scratch=scratch,
@@ -63,6 +64,7 @@ def shape_arguments(
         SHIFT=key_shift(rows.dtype, logit_bias is not None),
         SAMPLE_SHIFT=sample_shift(vocab_size),
         NUM_TILES=triton.next_power_of_2(num_tiles),
+        NUM_GROUPS=triton.next_power_of_2(num_blocks) * GROUPS.value,
         BLOCKS=blocks,
         BLOCK=BLOCK,
         FILTERED=filtered,

@@ -172,7 +172,7 @@ def _decide(
         threshold = tl.load(row_at(memory, ROW_THRESHOLD, decider))
         if FILTERED:
             leave_kept_masses(
-                rows, batch, count, decider, memory, threshold, -1, inverse_temperature, BLOCKS, BLOCK
+                rows, batch, count, decider, memory, threshold, -1, inverse_temperature, NUM_BLOCKS, BLOCKS, BLOCK
             )  # fmt: skip
         noise = (seed, first + count, tl.where(rejected, first, 0), tl.where(rejected, RESIDUAL, SAMPLE))
         next_token, _ = draw_in_two_levels(

@@ -31,7 +31,7 @@ def row_stats_kernel(
     scratch, counters,
     num_rows, width, num_tiles, num_blocks,
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    NUM_TILES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, memory = (logits, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -42,7 +42,7 @@ def row_stats_kernel(
 
     leave_stats(x, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
     if FILTERED:
-        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        leave_sample(x, ids, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
 
     if arrive(counters + row, num_tiles):
         best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
@@ -51,7 +51,7 @@ def row_stats_kernel(
         if FILTERED:
             least, total = filter_row(
                 rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
-                SHIFT, SAMPLE_SHIFT, BLOCKS,
+                SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
             )  # fmt: skip
         tl.store(threshold + row, tl.where(greedy, best, least))
         tl.store(lse + row, log_sum_exp(best, total, inverse_temperature))

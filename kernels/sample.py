@@ -3,7 +3,7 @@
     token = argmax over v of logit_v / T + Gumbel(seed, position, origin, stream, v), v with logit_v >= threshold
 
 The argmax does not need the log-sum-exp, so a row's stats and its draw come out of one reading: each block leaves its
-winner beside its stats. With filters the threshold comes first, and one more sweep draws among the tokens that stay.
+winner beside its stats. With filters the threshold comes first, and the tokens that stay are read again.
 Greedy rows take the argmax of the logits and compute no noise. One launch.
 """
 
@@ -48,7 +48,7 @@ def sample_kernel(
     noise_stream,
     num_rows, width, num_tiles, num_blocks,
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    NUM_TILES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, memory = (logits, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -64,7 +64,7 @@ def sample_kernel(
 
     peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
     if FILTERED:
-        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        leave_sample(x, ids, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
     else:
         if not greedy:
             leave_winner(x, peak, rows, batch, column, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
@@ -76,10 +76,12 @@ def sample_kernel(
         if FILTERED:
             least, total = filter_row(
                 rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
-                SHIFT, SAMPLE_SHIFT, BLOCKS,
+                SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
             )  # fmt: skip
             if not greedy:
-                token = draw_kept(rows, batch, column, least, best, inverse_temperature, noise, BLOCKS, BLOCK)
+                token = draw_kept(
+                    rows, batch, column, row, memory, least, best, inverse_temperature, noise, NUM_GROUPS, BLOCKS
+                )
         else:
             if not greedy:
                 token = fetch_winner(row, memory, best, inverse_temperature, NUM_TILES)

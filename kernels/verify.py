@@ -86,7 +86,7 @@ def verify_kernel(
     num_rows, width, num_tiles, num_blocks,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,  # a power of two >= K+1
-    NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     MASSES: tl.constexpr = METHOD != "coupled" or FILTERED or logprobs is not None
     LEAVE_OUT: tl.constexpr = draft is None and not FILTERED and (METHOD == "rejection" or METHOD == "block")
@@ -107,7 +107,7 @@ def verify_kernel(
         x = without_nan(x)
     peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
     if FILTERED:
-        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        leave_sample(x, ids, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
     else:
         if METHOD == "coupled":
             if not greedy:
@@ -126,7 +126,7 @@ def verify_kernel(
             noise = _own_noise(seed, position, batch, column)
             leave_filtered_row(
                 rows, batch, column, row, memory, inverse_temperature, greedy, (top_k, top_p, min_p), noise,
-                METHOD, SHIFT, SAMPLE_SHIFT, NUM_TILES, BLOCKS, BLOCK,
+                METHOD, SHIFT, SAMPLE_SHIFT, NUM_TILES, NUM_GROUPS, BLOCKS,
             )  # fmt: skip
             if arrive(counters + num_rows + batch, width):
                 _decide(
@@ -223,7 +223,7 @@ def _decide(
             if FILTERED:
                 leave_kept_masses(
                     rows, batch, count, batch * width + count, memory, row_threshold, left_out, inverse_temperature,
-                    BLOCKS, BLOCK,
+                    NUM_BLOCKS, BLOCKS, BLOCK,
                 )  # fmt: skip
             noise = (seed, first + count, tl.where(rejected, first, 0), tl.where(rejected, RESIDUAL, SAMPLE))
             drawn, found = draw_in_two_levels(
@@ -312,6 +312,6 @@ def verify(
         verify_kernel[grid](**both, **shape, **filters, **thresholds)
         if draft_logits is not None:
             slots = 1 if method == "rejection" else width - 1
-            del shape["SHIFT"], shape["SAMPLE_SHIFT"]
+            del shape["SHIFT"], shape["SAMPLE_SHIFT"], shape["NUM_GROUPS"]
             residual_kernel[(shape["num_tiles"], slots, batch)](**both, **shape)
     return verdict

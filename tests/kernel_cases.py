@@ -71,6 +71,22 @@ def random_logits(generator: torch.Generator, *shape: int, dtype: torch.dtype = 
     return logits.masked_fill(masked, -torch.inf).to(dtype)
 
 
+PLACES = ["anywhere", "first", "rather first"]
+
+
+def word_logits(generator: torch.Generator, vocab_size: int, places: str) -> Tensor:
+    """[V] float32: with probabilities that fall off like those of words (the r-th largest logit is about 1.2 log(V / r)), and
+    the common ones anywhere, first in order, or rather at the beginning, as a tokenizer numbers them."""
+    logits = 1.2 * torch.empty(vocab_size).exponential_(generator=generator)
+    if places == "anywhere":
+        return logits
+    logits = logits.sort(descending=True).values
+    if places == "first":
+        return logits
+    disturbed = torch.arange(vocab_size) * torch.randn(vocab_size, generator=generator).mul(1.5).exp()
+    return logits[disturbed.argsort().argsort()]
+
+
 def random_rows(batch: int, generator: torch.Generator) -> dict[str, Tensor]:
     """seed and position for a batch: seeds of either sign and all 64 bits, positions of up to 31."""
     return dict(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import Case, random_filters, verify_case
+from kernel_cases import PLACES, Case, random_filters, verify_case, word_logits
 from torch import Tensor
 
 from engine.kernels import reference
@@ -168,6 +168,16 @@ def test_filtered_rows_are_read_at_most_three_times(
 def test_filtered_rows_of_a_large_vocabulary(meter: Meter, name: str) -> None:
     """Flat, so that as many tokens as can be lie between the two logits that the sample gives."""
     assert filtered_reads(meter, 151_936, 1.0, FILTERS[name], "sample") <= 3 * 1.001
+
+
+@pytest.mark.parametrize("name", ["top-k", "top-p", "min-p", "all"])
+@pytest.mark.parametrize("places", PLACES)
+def test_of_peaked_rows_little_is_read_again(meter: Meter, places: str, name: str) -> None:
+    logits = word_logits(torch.Generator().manual_seed(3), 151_936, places).bfloat16()[None]
+    meter.watch(logits)
+    where = dict(seed=torch.tensor([1]), position=torch.tensor([5]), temperature=torch.tensor([0.7]))
+    sample(logits, **where, **{key: torch.tensor([value]) for key, value in FILTERS[name].items()})
+    assert meter.bytes <= 1.2 * logits.nbytes
 
 
 def test_top_p_behind_a_top_k_of_thousands_sweeps_once_more(meter: Meter) -> None:

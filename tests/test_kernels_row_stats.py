@@ -10,16 +10,19 @@ from kernel_cases import (
     DTYPES,
     LAYOUTS,
     OPTIONS,
+    PLACES,
     TILED,
     VOCABS,
     assert_independent,
     check_row_stats,
+    check_sample,
     far_apart,
     lay_out,
     random_filters,
     random_logits,
     random_options,
     temperatures,
+    word_logits,
 )
 from kernel_strategies import ANY_ROWS, SOME_EXAMPLES
 
@@ -104,6 +107,31 @@ def test_filters_bias_and_mask(vocab_size: int, option: str) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = random_logits(generator, 4, 2 if vocab_size < TILED else 1, vocab_size, dtype=torch.bfloat16)
     check_row_stats(logits, temperatures(4), **random_options(option, generator, 4, vocab_size))
+
+
+FILTERS = {"top_k": [1, 7, 40, 41, 300, 0, 0, 0, 50, 5000], "top_p": [1, 1, 1, 1, 1, 0.3, 0.9, 0.999, 0.9, 0.5],
+           "min_p": [0, 0.2, 0, 0, 1e-4, 0, 0.01, 0, 0, 1e-6]}  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("places", PLACES)
+def test_filters_of_words(places: str, temperature: float) -> None:
+    """Where the threshold is among few groups of tokens, where among many, and where it is not worth a look at them."""
+    logits = word_logits(torch.Generator().manual_seed(7), TILED, places).expand(10, TILED)
+    filters = {name: torch.tensor(values) for name, values in FILTERS.items()}
+    check_row_stats(logits.bfloat16(), torch.full((10,), temperature), **filters)
+    where = dict(seed=torch.arange(10), position=torch.arange(10))
+    check_sample(logits.bfloat16(), torch.full((10,), temperature), **where, **filters)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5])
+def test_filters_of_rows_that_tie(levels: int) -> None:
+    """Few different logits, of which as many tokens as there are candidates and more may tie with the last that is kept."""
+    generator = torch.Generator().manual_seed(levels)
+    logits = torch.randint(levels, (10, TILED), generator=generator).float() * 3
+    logits[5:] = logits[5:].sort(descending=True).values
+    filters = {name: torch.tensor(values) for name, values in FILTERS.items()}
+    check_row_stats(logits, torch.ones(10), **filters)
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])

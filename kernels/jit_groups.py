@@ -1,0 +1,99 @@
+"""Groups of 256 tokens in the Triton kernels: which parts of a row hold anything at or above a bound.
+
+What filters keep of a language model's distribution lies in few groups. So the first reading of a filtered row leaves the
+largest logit of each group, and whoever reads the row again lists the groups that reach its bound and reads only those.
+"""
+
+import triton
+import triton.language as tl
+
+from .jit_rows import BLOCK, LANES, as_int, fetch, rest_at, vocab_size_of
+
+GROUPS = tl.constexpr(BLOCK // LANES.value)  # of a block
+# float32 numbers of scratch memory per row that the search for a threshold needs besides, 56 KiB together; they come first, so that
+# all of it is at fixed distances from one pointer. At least half of SAMPLES are in a sample: what lies between its two logits, for
+# top-p at most 10,000 tokens of 262,144 with normally distributed logits, is to fit into CANDIDATES.
+SAMPLES, CANDIDATES = 4096, 10240
+_ROOM = tl.constexpr(SAMPLES + CANDIDATES)
+STEP = tl.constexpr(2)  # times BLOCKS groups are read at once: half as many tokens as a tile has
+
+
+@triton.jit
+def search_at(memory, row):
+    """Pointer to what a row has for its sample and its candidates."""
+    return rest_at(memory) + row * (memory[3] * (2 * GROUPS) + _ROOM)
+
+
+@triton.jit
+def group_peaks_at(memory, row):
+    """Pointer to the largest logits of the groups of a row, float32 [GROUPS * blocks of a row]."""
+    return search_at(memory, row) + _ROOM
+
+
+@triton.jit
+def list_at(memory, row):
+    """Pointer to the groups of a row that were listed last, int32 of as many."""
+    return as_int(group_peaks_at(memory, row) + memory[3] * GROUPS)
+
+
+def filter_floats(num_blocks: int) -> int:
+    """Scratch memory per row that filters take."""
+    return SAMPLES + CANDIDATES + 2 * GROUPS.value * num_blocks
+
+
+@triton.jit
+def leave_group_peaks(x, tile, row, memory, BLOCKS: tl.constexpr):
+    """Leave the largest logit of each group of a tile x."""
+    block, part = tile * BLOCKS + tl.arange(0, BLOCKS)[None, :], tl.arange(0, GROUPS)[:, None]
+    tl.store(group_peaks_at(memory, row) + block * GROUPS + part, tl.max(x, axis=2), mask=block < memory[3])
+
+
+@triton.jit
+def fetch_group_peaks(memory, row, NUM_GROUPS: tl.constexpr):
+    """The largest logits of the groups of a row: float32 [NUM_GROUPS], -inf behind the last."""
+    group = tl.arange(0, NUM_GROUPS)
+    return fetch(group_peaks_at(memory, row) + group, group < memory[3] * GROUPS, float("-inf"))
+
+
+@triton.jit
+def leave_list(memory, row, chosen):
+    """Leave the numbers of those that are true in `chosen` [N], and return how many they are. A list of before is gone."""
+    places = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.debug_barrier()  # all threads have read the list of before
+    tl.store(list_at(memory, row) + places, tl.arange(0, chosen.shape[0]), mask=chosen)
+    tl.debug_barrier()  # they are read by other threads than wrote them
+    return tl.sum(chosen.to(tl.int32), axis=0)
+
+
+@triton.jit
+def fetch_list(memory, row, place, count, beyond):
+    """What is listed at places [...]; from `count` on, `beyond`."""
+    number = tl.load(list_at(memory, row) + place, mask=place < count, other=0)
+    return tl.where(place < count, number, beyond)
+
+
+@triton.jit
+def list_groups(memory, row, bound, NUM_GROUPS: tl.constexpr):
+    """List the groups of a row that have a logit >= bound other than -inf; returns how many they are."""
+    peaks = fetch_group_peaks(memory, row, NUM_GROUPS)
+    return leave_list(memory, row, (peaks >= bound) & (peaks > float("-inf")))
+
+
+@triton.jit
+def listed_groups(rows, memory, row, start, count, BLOCKS: tl.constexpr):
+    """Of `count` listed groups those from number `start` on that are read at once: [2, BLOCKS], as a tile is held, but half as
+    many tokens. Behind the last a group beyond the vocabulary."""
+    place = start + tl.arange(0, STEP)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    return fetch_list(memory, row, place, count, tl.cdiv(vocab_size_of(rows), LANES))
+
+
+@triton.jit
+def group_ids(group):
+    """Token ids of groups [2, BLOCKS]: [2, BLOCKS, 256]."""
+    return group[:, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+
+
+@triton.jit
+def group_indices(group):
+    """Random-number indices of groups [2, BLOCKS], four tokens to an index: [2, BLOCKS, 64]."""
+    return group[:, :, None] * (LANES // 4) + tl.arange(0, LANES // 4)[None, None, :]
