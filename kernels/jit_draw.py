@@ -108,9 +108,8 @@ def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inv
         block = fetch_list(memory, row, start + tl.arange(0, BLOCKS), count, memory[3])
         ids = block_ids(block, BLOCK)
         x = read(rows, batch, column, ids)
-        leave_masses(
-            tl.where((x >= threshold) & (ids != left_out), x, float("-inf")), block, row, memory, inverse_temperature
-        )
+        x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
+        leave_masses(x, None, block, row, memory, inverse_temperature)
     tl.debug_barrier()  # they are read by other threads than wrote them
 
 

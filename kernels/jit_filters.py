@@ -31,7 +31,6 @@ from .jit_groups import (
     fetch_group_peaks,
     group_ids,
     group_peaks_at,
-    leave_group_peaks,
     list_groups,
     listed_groups,
     search_at,
@@ -197,7 +196,7 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
         floor, promising = low, tokens <= _CANDIDATES
     else:
         light = (total - wanted) / (2 * vocab_size_of(rows))  # tokens that weigh no more may all be left out
-        floor = tl.maximum(lowest, logit_key(best + tl.div_rn(tl.log(light), inverse_temperature), SHIFT))
+        floor = tl.maximum(lowest, logit_key(best + tl.log(light) / inverse_temperature, SHIFT))
         low, tokens = _groups_bound(peaks, _FEW, floor, highest, SHIFT)
         mass = _least_mass(memory, row, key_logit(low, SHIFT), best, inverse_temperature, NUM_GROUPS)
         promising = (tokens <= _CANDIDATES) & (mass >= wanted)
@@ -349,11 +348,8 @@ def _sample_and_candidates(memory, row):
 
 
 @triton.jit
-def leave_sample(
-    x, ids, tile, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample, and the largest logit of each group."""
-    leave_group_peaks(x, tile, row, memory, BLOCKS)
+def leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample."""
     sample, _ = _sample_and_candidates(memory, row)
     ids, x = _flat(ids, x, BLOCKS * BLOCK)
     chosen = ((ids & ((1 << SAMPLE_SHIFT) - 1)) == 0) & (ids < vocab_size_of(rows))

@@ -43,9 +43,11 @@ def filter_floats(num_blocks: int) -> int:
 
 @triton.jit
 def leave_group_peaks(x, tile, row, memory, BLOCKS: tl.constexpr):
-    """Leave the largest logit of each group of a tile x."""
+    """Leave the largest logit of each group of a tile x; returns them, [GROUPS, BLOCKS]."""
     block, part = tile * BLOCKS + tl.arange(0, BLOCKS)[None, :], tl.arange(0, GROUPS)[:, None]
-    tl.store(group_peaks_at(memory, row) + block * GROUPS + part, tl.max(x, axis=2), mask=block < memory[3])
+    peaks = tl.max(x, axis=2)
+    tl.store(group_peaks_at(memory, row) + block * GROUPS + part, peaks, mask=block < memory[3])
+    return peaks
 
 
 @triton.jit

@@ -234,9 +234,13 @@ def log_sum_exp(best, total, inverse_temperature):
 
 
 @triton.jit
-def leave_masses(x, block, row, memory, inverse_temperature):
-    """Leave peak and mass of each block [BLOCKS] of a tile x, which may be raw; returns those of the tile."""
-    peaks = block_max(x)
+def leave_masses(x, group_peaks, block, row, memory, inverse_temperature):
+    """Leave peak and mass of each block [BLOCKS] of a tile x, which may be raw; returns those of the tile. Takes the largest
+    logits of its groups [BLOCK / 256, BLOCKS] where they are known, or None."""
+    if group_peaks is None:
+        peaks = block_max(x)
+    else:
+        peaks = tl.max(group_peaks, axis=0)
     masses = block_mass(x, peaks, inverse_temperature)
     peaks = tl.where(masses == masses, peaks, float("inf"))
     tl.store(blocks_at(memory, BLOCK_PEAK, row) + block, peaks, mask=block < memory[3])
@@ -246,11 +250,13 @@ def leave_masses(x, block, row, memory, inverse_temperature):
 
 
 @triton.jit
-def leave_stats(x, ids, tile, row, memory, inverse_temperature, want_argmax, MASSES: tl.constexpr,
+def leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, want_argmax, MASSES: tl.constexpr,
                 BLOCKS: tl.constexpr):  # fmt: skip
-    """Leave the peak of a tile, its mass and argmax if wanted; returns the peak. The tile may be raw if MASSES."""
+    """Leave the peak of a tile, its mass and argmax if wanted; returns the peak. The tile may be raw if MASSES; on `group_peaks` see
+    `leave_masses`."""
     if MASSES:
-        peak, mass = leave_masses(x, tile * BLOCKS + tl.arange(0, BLOCKS), row, memory, inverse_temperature)
+        block = tile * BLOCKS + tl.arange(0, BLOCKS)
+        peak, mass = leave_masses(x, group_peaks, block, row, memory, inverse_temperature)
         tl.store(tiles_at(memory, MASS, row) + tile, mass)
     else:
         peak = tile_max(x)

@@ -46,6 +46,7 @@ def leave_filtered_row(
 ):  # fmt: skip
     """Leave what the sequence will ask of a filtered row: threshold, lse, own token, entropy."""
     best, total, own = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
+    tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)  # first, so that the search has its register
     threshold, total = filter_row(
         target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT,
         NUM_GROUPS, BLOCKS,
@@ -55,6 +56,7 @@ def leave_filtered_row(
             own = draw_kept(
                 target, batch, column, row, memory, threshold, best, inverse_temperature, noise, NUM_GROUPS, BLOCKS
             )
+            tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)
     if METHOD == "typical":
         heat = tl.zeros([], tl.float32)
         count = list_groups(memory, row, threshold, NUM_GROUPS)
@@ -64,7 +66,6 @@ def leave_filtered_row(
         tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - heat / total)
     tl.store(row_at(memory, ROW_THRESHOLD, row), threshold)
     tl.store(row_at(memory, ROW_LSE, row), log_sum_exp(best, total, inverse_temperature))
-    tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)
 
 
 @triton.jit

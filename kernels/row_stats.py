@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .jit_filters import filter_row, leave_sample
+from .jit_groups import leave_group_peaks
 from .jit_rows import arrive, fetch_stats, leave_stats, load_temperature, log_sum_exp, read_raw, tile_ids
 from .launch import as_rows, empty_stats, is_filtered, row_arguments, shape_arguments, view, vocabulary_view
 from .records import RowStats
@@ -40,9 +41,12 @@ def row_stats_kernel(
     x = read_raw(rows, batch, column, ids)  # first, so that all else is done while they come
     inverse_temperature, greedy = load_temperature(temperature, batch)
 
-    leave_stats(x, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
+    group_peaks = None
     if FILTERED:
-        leave_sample(x, ids, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
+    leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
+    if FILTERED:
+        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
 
     if arrive(counters + row, num_tiles):
         best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_TILES)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .jit_draw import draw_kept, fetch_winner, leave_winner
 from .jit_filters import filter_row, leave_sample
+from .jit_groups import leave_group_peaks
 from .jit_rows import (
     arrive,
     fetch_stats,
@@ -62,9 +63,12 @@ def sample_kernel(
         row_origin = tl.load(origin + batch)
     noise = (tl.load(seed + batch), row_position, row_origin, noise_stream)
 
-    peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
+    group_peaks = None
     if FILTERED:
-        leave_sample(x, ids, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
+    peak = leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
+    if FILTERED:
+        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
     else:
         if not greedy:
             leave_winner(x, peak, rows, batch, column, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .jit_draw import draw_in_two_levels, leave_kept_masses, leave_winner
 from .jit_filters import leave_sample
+from .jit_groups import leave_group_peaks
 from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
 from .jit_rows import (
     HEAT,
@@ -105,9 +106,12 @@ def verify_kernel(
             x = tl.where(tile_ids(0, BLOCKS, BLOCK) == here, float("-inf"), x)
     if not MASSES:
         x = without_nan(x)
-    peak = leave_stats(x, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
+    group_peaks = None
     if FILTERED:
-        leave_sample(x, ids, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
+    peak = leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
+    if FILTERED:
+        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
     else:
         if METHOD == "coupled":
             if not greedy:
