@@ -309,7 +309,11 @@ def verify(
         thresholds = dict(typical_epsilon=typical_epsilon, typical_delta=typical_delta)
         # As many programs to a processor as there can be without spills.
         simple, block = is_simple(target_logits, logit_bias, token_mask), method == "block"
-        if (width > 16 and (block or not filtered)) or (block and return_logprobs and (filtered or not simple)):
+        if (
+            (width > 16 and (block or not filtered))
+            or (block and return_logprobs and (filtered or not simple))
+            or (method == "typical" and filtered)
+        ):
             shape |= registers(255)
         elif simple and not filtered and (method == "rejection" or draft_logits is not None):
             shape |= registers(80)

@@ -90,13 +90,10 @@ def json_lines(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model is no work for several threads, which would only wait for each other on a busy machine."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

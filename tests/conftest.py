@@ -68,6 +68,15 @@ if not torch.cuda.is_available():
     check_overflow(False)
 
 
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """The benchmarks and the demo, which some tests run in their own process, take all cores. Threads that wait for those of another
+    worker made what came after them five times as slow."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def overflow_checked() -> Iterator[None]:
     """An integer that does not fit fails in the interpreter; a GPU does not tell."""
