@@ -101,9 +101,9 @@ def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inv
     peaks, masses = blocks_at(memory, BLOCK_PEAK, row) + every, blocks_at(memory, BLOCK_MASS, row) + every
     peak = fetch(peaks, every < memory[3], float("-inf"))
     chosen = (peak >= threshold) & (peak > float("-inf"))
+    count = leave_list(memory, row, chosen)  # its barriers: all threads have read what is now overwritten
     tl.store(peaks, float("-inf"), mask=(every < memory[3]) & (chosen == 0))
     tl.store(masses, 0.0, mask=(every < memory[3]) & (chosen == 0))
-    count = leave_list(memory, row, chosen)
     for start in range(0, count, BLOCKS):
         block = fetch_list(memory, row, start + tl.arange(0, BLOCKS), count, memory[3])
         ids = block_ids(block, BLOCK)
