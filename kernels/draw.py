@@ -3,23 +3,84 @@
 argmax of log weight + Gumbel noise (Gumbel 1954; Maddison et al., arXiv 1411.0030)
 """
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import philox
 from .numerics import SMALL, argmax, bounds, exp, exp_, finite_peak
 from .records import DRAW_BLOCK
 
+_LIKELIEST = 8  # groups of a row that are looked at first
+_ROUNDING = 0.001  # more than all of it, of values between which a draw decides
 
-def draw_by_token(
-    log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int
-) -> Tensor:
-    """One id per row with probability proportional to exp(log_weights): log_weights [..., V] -> [...] int64.
+
+def draw_by_token(log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor, stream: int) -> Tensor:
+    """One id per row with probability proportional to exp(log_weights): [N, V], seed, position and origin [N] -> [N] int64.
 
     Every token has its own noise, so that two rows that are close draw the same token as often as they can.
     """
-    noise = philox.gumbel(seed, position, origin, stream, log_weights.shape[-1])
-    return argmax(log_weights + noise)
+    if log_weights.device.type == "cpu" and log_weights.shape[-1] > _LIKELIEST * philox.GROUP:
+        return torch.from_numpy(_Race(log_weights, seed, position, origin, stream).winners())
+    return argmax(log_weights + philox.race(seed, position, origin, stream, log_weights.shape[-1]))
+
+
+class _Race:
+    """What argmax(log_weights + philox.race(...)) is, from the noise of few groups: that of the first token of each bounds the others'."""
+
+    def __init__(self, log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor, stream: int) -> None:
+        self.weights: NDArray[Any] = log_weights.detach().numpy()
+        self.size = self.weights.shape[-1]
+        self.counter = seed.numpy(), position.numpy(), origin.numpy(), stream
+        groups = -(-self.size // philox.GROUP)
+        times, places = philox.first_arrivals(seed, position, origin, stream, groups)
+        self.times, self.places = times.numpy(), places.numpy()
+        noise = -np.log(self.times)
+        tokens = self.places + np.arange(groups) * philox.GROUP
+        values = np.take_along_axis(self.weights, np.minimum(tokens, self.size - 1), axis=1) + noise
+        values[tokens >= self.size] = -np.inf
+        best = values.argmax(axis=1)[:, None]
+        self.top = np.take_along_axis(values, best, axis=1)[:, 0]
+        self.token = np.take_along_axis(tokens, best, axis=1)[:, 0]
+        starts = np.arange(0, self.size, philox.GROUP)
+        self.bound = np.maximum.reduceat(self.weights, starts, axis=1) + noise + _ROUNDING
+
+    def winners(self) -> NDArray[np.int64]:
+        likeliest = np.argpartition(self.bound, -_LIKELIEST, axis=1)[:, -_LIKELIEST:]
+        first = np.zeros(self.bound.shape, dtype=bool)
+        np.put_along_axis(first, likeliest, True, axis=1)
+        self._run(*np.nonzero(first & (self.bound > self.top[:, None])))
+        self._run(*np.nonzero(~first & (self.bound > self.top[:, None])))
+        return np.minimum(self.token, self.size - 1)  # a row without a distribution may have no winner
+
+    def _run(self, row: NDArray[np.int64], group: NDArray[np.int64]) -> None:
+        """Take the tokens of these groups into account that are not the first."""
+        if not len(row):
+            return
+        seed, position, origin, stream = self.counter
+        index = group[:, None] * (philox.GROUP // 4) + np.arange(philox.GROUP // 4)
+        words = philox.philox(seed[row, None], index, position[row, None], origin[row, None], stream)
+        words = words.reshape(len(row), -1)
+        # Whoever arrives later than this cannot win, as a word tells before any logarithm.
+        first = self.times[row, group].astype(np.float64)
+        latest = first * np.exp(np.minimum(self.bound[row, group] - self.top[row], 64))
+        early = words <= (-np.expm1(first - latest) * 2.0**32 + 2.0**12)[:, None]
+        early[np.arange(len(row)), self.places[row, group]] = False
+        which, lane = np.nonzero(early)
+        token = group[which] * philox.GROUP + lane
+        inside = token < self.size
+        which, lane, token = which[inside], lane[inside], token[inside]
+        time = philox.exponential(words[which, lane]).numpy() + self.times[row, group][which]
+        row = row[which]
+        value = self.weights[row, token] - np.log(time)
+        before = self.top.copy()
+        np.maximum.at(self.top, row, value)
+        self.token[self.top > before] = self.size
+        winning = value == self.top[row]
+        np.minimum.at(self.token, row[winning], token[winning])
 
 
 def draw(log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int) -> Tensor:
@@ -27,11 +88,11 @@ def draw(log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | i
     noise for one block instead of all of them, and where there is only one block it draws the same tokens."""
     size = log_weights.shape[-1]
     if size <= DRAW_BLOCK:
-        return draw_by_token(log_weights, seed, position, origin, stream)
+        return argmax(log_weights + philox.race(seed, position, origin, stream, size))
     mass = _block_mass(log_weights)
     noise = philox.gumbel(seed, position, origin, stream, mass.shape[-1], first=philox.BLOCK_LEVEL)
     first = argmax(mass.log_() + noise) * DRAW_BLOCK
-    noise = philox.gumbel(seed, position, origin, stream, DRAW_BLOCK, first)
+    noise = philox.race(seed, position, origin, stream, DRAW_BLOCK, first)
     return first + argmax(_block_at(log_weights, first) + noise)
 
 

@@ -3,21 +3,21 @@
 Two tokens are compared by (x - best) / T + noise: at low temperature x / T is in the thousands, and rounding the sum
 x / T + noise would wipe out the noise.
 
-Of most tokens the noise itself is never worked out: an upper bound of it, a fourth of the work, tells that they do not win.
+Drawn by token, all tokens have noise of their own, so that two rows that are close draw the same as often as they can. It is worked
+out for few: the largest of each group of 256 comes first (a race, see philox.py), and most groups cannot win by it. In two levels
+a block has noise, and then the tokens of one block.
 """
 
 import triton
 import triton.language as tl
 
-from .jit_groups import STEP, fetch_list, group_ids, group_indices, leave_list, list_groups, listed_groups
-from .jit_random import BLOCK_LEVEL, gumbel, gumbel_bound, philox_words
+from .jit_groups import MOST_LISTED, STEP, fetch_group_peaks, fetch_list, group_ids, group_indices, leave_list, race_at
+from .jit_random import BLOCK_LEVEL, exponential, first_arrivals, gumbel, philox_words, race, race_bound
 from .jit_rows import (
     BLOCK_MASS,
     BLOCK_PEAK,
+    LANES,
     NO_ID,
-    PEAK,
-    VALUE,
-    WINNER,
     as_int,
     block_ids,
     blocks_at,
@@ -27,22 +27,24 @@ from .jit_rows import (
     lowest_id,
     pick,
     read,
-    tile_ids,
-    tile_indices,
     tile_max,
-    tiles_at,
+    vocab_size_of,
 )
+
+_ROUNDING = tl.constexpr(0.001)  # more than all of it, of values between which a draw decides
 
 
 @triton.jit
 def _overtake(top, winner, rows, batch, column, ids, bound, best, inverse_temperature, noise):
-    """The largest of `top` and (x - best) / T + noise over a tile, whose values are less than `bound`; and its id."""
+    """The largest of `top` and (x - best) / T + noise over some tokens, whose values are less than `bound` and none of which is the
+    first of its group; and its id."""
     highest = tile_max(bound)
     while highest > top:
         token = lowest_id(bound, highest, ids)
-        four = gumbel(philox_words(tl.zeros([1], tl.int32) + token // 4, noise))
+        time, _ = first_arrivals(token // LANES, noise)
+        later = exponential(philox_words(tl.zeros([1], tl.int32) + token // 4, noise))
         value = (read(rows, batch, column, token) - best) * inverse_temperature
-        value += pick(four, tl.arange(0, 4) == token % 4)
+        value -= tl.log(time + pick(later, tl.arange(0, 4) == token % 4))
         winner = tl.where((value > top) | ((value == top) & (token < winner)), token, winner)
         top = tl.maximum(top, value)
         bound = tl.where(ids == token, float("-inf"), bound)
@@ -51,44 +53,76 @@ def _overtake(top, winner, rows, batch, column, ids, bound, best, inverse_temper
 
 
 @triton.jit
-def leave_winner(x, peak, rows, batch, column, tile, row, memory, inverse_temperature, noise, BLOCKS: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """Leave the largest (x - peak) / T + noise of a tile x and its id, with noise for every token."""
-    words = philox_words(tile_indices(tile, BLOCKS, BLOCK), noise)
-    bound = (x - finite(peak)) * inverse_temperature + gumbel_bound(words)
-    value, winner = _overtake(
-        tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32), rows, batch, column, tile_ids(tile, BLOCKS, BLOCK),
-        bound, finite(peak), inverse_temperature, noise,
-    )  # fmt: skip
-    tl.store(tiles_at(memory, VALUE, row) + tile, value)
-    tl.store(as_int(tiles_at(memory, WINNER, row)) + tile, winner)
+def _first_values(rows, batch, column, row, memory, threshold, best, inverse_temperature, noise,
+                  NUM_GROUPS: tl.constexpr):  # fmt: skip
+    """Of the tokens that are the first of their group in the race: their ids [NUM_GROUPS] and when they arrive; their values
+    (x - best) / T + noise, -inf where x < threshold; and what (x - best) / T is at most in each group, likewise."""
+    group = tl.arange(0, NUM_GROUPS)
+    peak = fetch_group_peaks(memory, row, group)
+    time, place = first_arrivals(group, noise)
+    token = group * LANES + place
+    x = read(rows, batch, column, token)
+    most = tl.where((peak >= threshold) & (peak > float("-inf")), (peak - best) * inverse_temperature, float("-inf"))
+    value = (x - best) * inverse_temperature - tl.log(time)
+    return token, time, tl.where((x >= threshold) & (x > float("-inf")), value, float("-inf")), most
 
 
 @triton.jit
-def fetch_winner(row, memory, best, inverse_temperature, NUM_TILES: tl.constexpr):
-    """The winner of a whole row, from those of its tiles."""
-    tile = tl.arange(0, NUM_TILES)
-    inside = tile < memory[2]
-    peak = fetch(tiles_at(memory, PEAK, row) + tile, inside, float("-inf"))
-    value = fetch(tiles_at(memory, VALUE, row) + tile, inside, float("-inf"))
-    winner = fetch(as_int(tiles_at(memory, WINNER, row)) + tile, inside, NO_ID)
-    value += tl.where(value > float("-inf"), (peak - best) * inverse_temperature, 0.0)
-    return tl.min(tl.where(value == tl.max(value, axis=0), winner, NO_ID), axis=0)
+def _list_contenders(bound, top, token, time, most, row, memory, COUNT: tl.constexpr):
+    """List the first COUNT groups whose values may exceed `top`: first token, time and largest (x - best) / T [NUM_GROUPS]. Returns how
+    many they are, and the bounds [NUM_GROUPS] without them."""
+    chosen = bound > top
+    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    chosen = chosen & (place < COUNT)
+    at = race_at(memory, row) + place
+    tl.debug_barrier()  # all threads have read the list of before
+    tl.store(as_int(at), token, mask=chosen)
+    tl.store(at + MOST_LISTED, time, mask=chosen)
+    tl.store(at + 2 * MOST_LISTED, most, mask=chosen)
+    tl.debug_barrier()  # they are read by other threads than wrote them
+    return tl.sum(chosen.to(tl.int32), axis=0), tl.where(chosen, float("-inf"), bound)
 
 
 @triton.jit
-def draw_kept(rows, batch, column, row, memory, threshold, best, inverse_temperature, noise, NUM_GROUPS: tl.constexpr,
-              BLOCKS: tl.constexpr):  # fmt: skip
-    """The token of a row with the largest x / T + noise among those with x >= threshold. Reads the groups that have any."""
-    top, winner = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
-    count = list_groups(memory, row, threshold, NUM_GROUPS)
-    for start in range(0, count, STEP * BLOCKS):
-        group = listed_groups(rows, memory, row, start, count, BLOCKS)
-        ids = group_ids(group)
-        x = read(rows, batch, column, ids)
-        bound = (x - best) * inverse_temperature + gumbel_bound(philox_words(group_indices(group), noise))
-        bound = tl.where(x >= threshold, bound, float("-inf"))
-        top, winner = _overtake(top, winner, rows, batch, column, ids, bound, best, inverse_temperature, noise)
+def _look_at_groups(top, winner, count, rows, batch, column, row, memory, threshold, best, inverse_temperature, noise,
+                    BLOCKS: tl.constexpr):  # fmt: skip
+    """The larger of `top` and of the values in the groups that are listed, other than the first tokens', and its id. The noise of all
+    their tokens is looked at, and the logits of those alone that may win by it."""
+    place = tl.arange(0, STEP)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    at, listed = race_at(memory, row) + place, place < count
+    first = tl.load(as_int(at), mask=listed, other=0)
+    time = tl.load(at + MOST_LISTED, mask=listed, other=1.0)
+    most = tl.load(at + 2 * MOST_LISTED, mask=listed, other=float("-inf"))
+    group = first // LANES
+    ids = group_ids(group)
+    bound = race_bound(time[:, :, None], philox_words(group_indices(group), noise))
+    able = (most[:, :, None] + bound > top) & (ids != first[:, :, None])
+    x = read(rows, batch, column, tl.where(able, ids, vocab_size_of(rows)))
+    kept = (x >= threshold) & (x > float("-inf"))
+    bound = tl.where(kept, (x - best) * inverse_temperature + bound, float("-inf"))
+    return _overtake(top, winner, rows, batch, column, ids, bound, best, inverse_temperature, noise)
+
+
+@triton.jit
+def draw_by_token(rows, batch, column, row, memory, threshold, best, inverse_temperature, noise, NUM_GROUPS: tl.constexpr,
+                  BLOCKS: tl.constexpr):  # fmt: skip
+    """The token of a row with the largest x / T + noise among those with x >= threshold, and the lowest of several.
+
+    A group's noise is largest at the first of its tokens in the race. The best of these, one of each group, is mostly not the best of
+    all, but few groups can have a better one: if their largest logit came with their largest noise. They are looked at a few at
+    a time, and after each time fewer are left.
+    """
+    token, time, value, most = _first_values(
+        rows, batch, column, row, memory, threshold, best, inverse_temperature, noise, NUM_GROUPS
+    )
+    top = tl.max(value, axis=0)
+    winner = tl.min(tl.where(value == top, token, NO_ID), axis=0)
+    count, bound = _list_contenders(most - tl.log(time) + _ROUNDING, top, token, time, most, row, memory, STEP * BLOCKS)
+    while count > 0:
+        top, winner = _look_at_groups(
+            top, winner, count, rows, batch, column, row, memory, threshold, best, inverse_temperature, noise, BLOCKS
+        )
+        count, bound = _list_contenders(bound, top, token, time, most, row, memory, STEP * BLOCKS)
     return winner
 
 
@@ -99,13 +133,13 @@ def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inv
     have any."""
     every = tl.arange(0, NUM_BLOCKS)
     peaks, masses = blocks_at(memory, BLOCK_PEAK, row) + every, blocks_at(memory, BLOCK_MASS, row) + every
-    peak = fetch(peaks, every < memory[3], float("-inf"))
+    peak = fetch(peaks, every < memory[2], float("-inf"))
     chosen = (peak >= threshold) & (peak > float("-inf"))
     count = leave_list(memory, row, chosen)  # its barriers: all threads have read what is now overwritten
-    tl.store(peaks, float("-inf"), mask=(every < memory[3]) & (chosen == 0))
-    tl.store(masses, 0.0, mask=(every < memory[3]) & (chosen == 0))
+    tl.store(peaks, float("-inf"), mask=(every < memory[2]) & (chosen == 0))
+    tl.store(masses, 0.0, mask=(every < memory[2]) & (chosen == 0))
     for start in range(0, count, BLOCKS):
-        block = fetch_list(memory, row, start + tl.arange(0, BLOCKS), count, memory[3])
+        block = fetch_list(memory, row, start + tl.arange(0, BLOCKS), count, memory[2])
         ids = block_ids(block, BLOCK)
         x = read(rows, batch, column, ids)
         x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
@@ -124,7 +158,7 @@ def choose_block(log_mass, noise, NUM_BLOCKS: tl.constexpr):
 @triton.jit
 def choose_token(log_weight, ids, first, noise, BLOCK: tl.constexpr):
     """The second level: a token of the block from `first` on by its log weight [BLOCK]."""
-    value = log_weight + gumbel(philox_words(first // 4 + tl.arange(0, BLOCK // 4), noise))
+    value = log_weight + race(first, noise, BLOCK)
     return tl.min(tl.where(value == tl.max(value, axis=0), ids, NO_ID), axis=0)
 
 
@@ -133,7 +167,7 @@ def draw_in_two_levels(rows, batch, column, row, memory, threshold, left_out, in
                        NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A token of a row whose blocks have left their masses, and whether there is any. Reads one block."""
     block = tl.arange(0, NUM_BLOCKS)
-    inside = block < memory[3]
+    inside = block < memory[2]
     peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
     mass = fetch(blocks_at(memory, BLOCK_MASS, row) + block, inside, 0.0)
     best = finite(tl.max(peak, axis=0))

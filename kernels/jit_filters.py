@@ -44,10 +44,12 @@ from .jit_rows import (
     blocks_at,
     fetch,
     read,
+    tile_ids,
     vocab_size_of,
 )
 
 _FEW = tl.constexpr(32)  # groups: tried first under top-p, as what they have fits into CANDIDATES
+_AT_ONCE = tl.constexpr(1024)  # candidates
 _SAMPLES, _CANDIDATES = tl.constexpr(SAMPLES), tl.constexpr(CANDIDATES)
 # Triton 3.9 announces that 3.10 will not have it: elements are then moved through shared memory to be flat.
 _ANY_ORDER = tl.constexpr("can_reorder" in signature(tl.reshape).parameters)
@@ -121,7 +123,7 @@ def _least_mass(memory, row, bound, best, inverse_temperature, NUM_GROUPS: tl.co
     """No more than the sum of exp((x - best) / T) over x >= bound is: of each block the largest logits of its groups, or all that
     it has but for what all its other tokens may have."""
     block, part = tl.arange(0, NUM_GROUPS // GROUPS), tl.arange(0, GROUPS)
-    inside = block < memory[3]
+    inside = block < memory[2]
     at = group_peaks_at(memory, row) + block[:, None] * GROUPS + part[None, :]
     peaks = fetch(at, inside[:, None], float("-inf"))
     peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
@@ -189,7 +191,7 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
              BLOCKS: tl.constexpr):  # fmt: skip
     """Sweep until [low, high) is known to hold the threshold and its logits to be the candidates; of those above too, unless
     `leave_top`, or they had to be left."""
-    peaks = fetch_group_peaks(memory, row, NUM_GROUPS)
+    peaks = fetch_group_peaks(memory, row, tl.arange(0, NUM_GROUPS))
     floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
     if BY_COUNT:
         low, tokens = _groups_bound(peaks, wanted.to(tl.int32), lowest, highest, SHIFT)
@@ -233,13 +235,13 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
 def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted,
            SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
     """The largest key in [low, high) at or above which there is enough, and the mass there."""
-    lane = tl.arange(0, _SAMPLES)
+    lane = tl.arange(0, _AT_ONCE)
     mass = over_mass + within_mass
     while high > low + 1:
         middle = _middle(low, high)
         least = key_logit(middle, SHIFT)
-        counts, masses = tl.zeros([_SAMPLES], tl.int32), tl.zeros([_SAMPLES], tl.float32)
-        for start in range(0, found, _SAMPLES):
+        counts, masses = tl.zeros([_AT_ONCE], tl.int32), tl.zeros([_AT_ONCE], tl.float32)
+        for start in range(0, found, _AT_ONCE):
             x = tl.load(values + start + lane, mask=start + lane < found, other=float("-inf"))
             counts += (x >= least).to(tl.int32)
             masses += tl.where(x >= least, _weight(x, best, inverse_temperature), 0.0)
@@ -348,10 +350,14 @@ def _sample_and_candidates(memory, row):
 
 
 @triton.jit
-def leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def leave_sample(x, tile, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample."""
     sample, _ = _sample_and_candidates(memory, row)
-    ids, x = _flat(ids, x, BLOCKS * BLOCK)
+    # Of 8 neighbours, which a thread has, one at the most is chosen: the first. The others then have no store that is skipped.
+    APART: tl.constexpr = 1 << min(SAMPLE_SHIFT, 3)
+    x = tl.reshape(x, [BLOCK // LANES, BLOCKS, LANES // APART, APART])
+    x = tl.max(tl.where(tl.arange(0, APART)[None, None, None, :] == 0, x, float("-inf")), axis=3)
+    ids, x = _flat(tile_ids(tile, BLOCKS, BLOCK, APART), x, BLOCKS * BLOCK // APART)
     chosen = ((ids & ((1 << SAMPLE_SHIFT) - 1)) == 0) & (ids < vocab_size_of(rows))
     tl.store(sample + (ids >> SAMPLE_SHIFT), x, mask=chosen)
 

@@ -1,44 +1,60 @@
 """Groups of 256 tokens in the Triton kernels: which parts of a row hold anything at or above a bound.
 
-What filters keep of a language model's distribution lies in few groups. So the first reading of a filtered row leaves the
-largest logit of each group, and whoever reads the row again lists the groups that reach its bound and reads only those.
+What filters keep of a language model's distribution lies in few groups, and so does what a draw may win with. So the first
+reading of such a row leaves the largest logit of each group, and whoever reads the row again lists the groups that reach its
+bound and reads only those.
 """
 
 import triton
 import triton.language as tl
 
-from .jit_rows import BLOCK, LANES, as_int, fetch, rest_at, vocab_size_of
+from . import philox
+from .jit_rows import BLOCK, LANES, TILE_BLOCKS, as_int, fetch, rest_at, vocab_size_of
 
 GROUPS = tl.constexpr(BLOCK // LANES.value)  # of a block
 # float32 numbers of scratch memory per row that the search for a threshold needs besides, 56 KiB together; they come first, so that
 # all of it is at fixed distances from one pointer. At least half of SAMPLES are in a sample: what lies between its two logits, for
 # top-p at most 10,000 tokens of 262,144 with normally distributed logits, is to fit into CANDIDATES.
 SAMPLES, CANDIDATES = 4096, 10240
+assert LANES.value == philox.GROUP  # one and the same groups
 _ROOM = tl.constexpr(SAMPLES + CANDIDATES)
+MOST_LISTED = tl.constexpr(2 * TILE_BLOCKS)  # groups of a race at once
 STEP = tl.constexpr(2)  # times BLOCKS groups are read at once: half as many tokens as a tile has
+
+
+@triton.jit
+def room_for_search(FILTERED: tl.constexpr):
+    """float32 numbers per row, a constant."""
+    return tl.constexpr(_ROOM if FILTERED else 0)
 
 
 @triton.jit
 def search_at(memory, row):
     """Pointer to what a row has for its sample and its candidates."""
-    return rest_at(memory) + row * (memory[3] * (2 * GROUPS) + _ROOM)
+    return rest_at(memory) + row * (memory[2] * (2 * GROUPS) + 3 * MOST_LISTED + memory[3])
 
 
 @triton.jit
 def group_peaks_at(memory, row):
     """Pointer to the largest logits of the groups of a row, float32 [GROUPS * blocks of a row]."""
-    return search_at(memory, row) + _ROOM
+    return search_at(memory, row) + memory[3]
 
 
 @triton.jit
 def list_at(memory, row):
     """Pointer to the groups of a row that were listed last, int32 of as many."""
-    return as_int(group_peaks_at(memory, row) + memory[3] * GROUPS)
+    return as_int(group_peaks_at(memory, row) + memory[2] * GROUPS)
 
 
-def filter_floats(num_blocks: int) -> int:
-    """Scratch memory per row that filters take."""
-    return SAMPLES + CANDIDATES + 2 * GROUPS.value * num_blocks
+@triton.jit
+def race_at(memory, row):
+    """Pointer to what is listed of a race: three numbers of MOST_LISTED groups."""
+    return group_peaks_at(memory, row) + memory[2] * (2 * GROUPS)
+
+
+def group_floats(num_blocks: int, filtered: bool) -> int:
+    """Scratch memory per row that groups take, and filters."""
+    return (_ROOM.value if filtered else 0) + 2 * GROUPS.value * num_blocks + 3 * MOST_LISTED.value
 
 
 @triton.jit
@@ -46,15 +62,14 @@ def leave_group_peaks(x, tile, row, memory, BLOCKS: tl.constexpr):
     """Leave the largest logit of each group of a tile x; returns them, [GROUPS, BLOCKS]."""
     block, part = tile * BLOCKS + tl.arange(0, BLOCKS)[None, :], tl.arange(0, GROUPS)[:, None]
     peaks = tl.max(x, axis=2)
-    tl.store(group_peaks_at(memory, row) + block * GROUPS + part, peaks, mask=block < memory[3])
+    tl.store(group_peaks_at(memory, row) + block * GROUPS + part, peaks, mask=block < memory[2])
     return peaks
 
 
 @triton.jit
-def fetch_group_peaks(memory, row, NUM_GROUPS: tl.constexpr):
-    """The largest logits of the groups of a row: float32 [NUM_GROUPS], -inf behind the last."""
-    group = tl.arange(0, NUM_GROUPS)
-    return fetch(group_peaks_at(memory, row) + group, group < memory[3] * GROUPS, float("-inf"))
+def fetch_group_peaks(memory, row, group):
+    """The largest logits of groups [...] of a row, float32; -inf behind the last."""
+    return fetch(group_peaks_at(memory, row) + group, group < memory[2] * GROUPS, float("-inf"))
 
 
 @triton.jit
@@ -77,7 +92,7 @@ def fetch_list(memory, row, place, count, beyond):
 @triton.jit
 def list_groups(memory, row, bound, NUM_GROUPS: tl.constexpr):
     """List the groups of a row that have a logit >= bound other than -inf; returns how many they are."""
-    peaks = fetch_group_peaks(memory, row, NUM_GROUPS)
+    peaks = fetch_group_peaks(memory, row, tl.arange(0, NUM_GROUPS))
     return leave_list(memory, row, (peaks >= bound) & (peaks > float("-inf")))
 
 

@@ -9,6 +9,7 @@ SAMPLE = tl.constexpr(twin.SAMPLE)
 ACCEPT = tl.constexpr(twin.ACCEPT)
 RESIDUAL = tl.constexpr(twin.RESIDUAL)
 BLOCK_LEVEL = tl.constexpr(twin.BLOCK_LEVEL // 4)  # as an index
+_GROUP_LEVEL, _GROUP = tl.constexpr(twin.GROUP_LEVEL), tl.constexpr(twin.GROUP)
 _UNIFORM_MAX = tl.constexpr(twin.UNIFORM_MAX)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -57,18 +58,47 @@ def philox_words(index, noise):
 
 
 @triton.jit
-def gumbel(words):
-    """Standard Gumbel noise float32, of the shape of `words`."""
-    return -tl.log(-log1m(uniform_from_bits(words)))
+def exponential(words):
+    """Exponentially distributed float32 numbers of mean 1, of the shape of `words`."""
+    return -log1m(uniform_from_bits(words))
 
 
 @triton.jit
-def gumbel_bound(words):
-    """A little more than `gumbel`, 0.03 on average where that is large, without logarithms, which are most of its work.
+def gumbel(words):
+    """Standard Gumbel noise float32, of the shape of `words`."""
+    return -tl.log(exponential(words))
+
+
+@triton.jit
+def first_arrivals(group, noise):
+    """When the first token of each group [...] of a race arrives, float32, and its place in the group; see the twin."""
+    seed, position, origin, stream = noise
+    zero = tl.zeros_like(group).to(tl.uint32)
+    index = group.to(tl.uint32) + _GROUP_LEVEL
+    time, place, _, _ = tl.philox(
+        seed, index, position.to(tl.uint32) + zero, origin.to(tl.uint32) + zero, (zero + stream).to(tl.uint32)
+    )
+    return exponential(time) * (1 / _GROUP), (place % _GROUP).to(tl.int32)
+
+
+@triton.jit
+def race(first, noise, COUNT: tl.constexpr):
+    """Standard Gumbel noise float32 [COUNT] of tokens from `first` on, as a race has it; both are multiples of 256."""
+    time, place = first_arrivals(first // _GROUP + tl.arange(0, COUNT // _GROUP), noise)
+    later = exponential(philox_words(first // 4 + tl.arange(0, COUNT // 4), noise))
+    later = tl.reshape(later, [COUNT // _GROUP, _GROUP])
+    later = tl.where(tl.arange(0, _GROUP)[None, :] == place[:, None], 0.0, later)
+    return tl.reshape(-tl.log(time[:, None] + later), [COUNT])
+
+
+@triton.jit
+def race_bound(time, words):
+    """A little more than the noise -log(time + exponential(words)) of tokens that are not the first of their group, 0.03 on average
+    where that is large, without logarithms, which are most of its work.
 
     -log(1 - u) >= u + u^2 / 2, and log2(y) >= bits(y) / 2**23 - 127, which is the same at powers of two and linear between
     them. 0.001 is more than all rounding.
     """
     w = words.to(tl.float32)
-    y = tl.fma(w, w * 2.0**-33, w)  # 2**32 (u + u^2 / 2)
+    y = time * 2.0**32 + tl.fma(w, w * 2.0**-33, w)  # 2**32 (time + u + u^2 / 2)
     return tl.fma(y.to(tl.int32, bitcast=True).to(tl.float32), _LN_2 * -(2.0**-23), (127 + 32) * _LN_2 + 0.001)

@@ -1,21 +1,19 @@
-"""How the Triton kernels read a row of logits, and what the tiles of a row leave behind for the last of them.
+"""How the Triton kernels read a row of logits, and what the blocks of a row leave behind for the last of their programs.
 
 A row is cut into tiles of BLOCKS x BLOCK tokens, one program each, whose number depends on nothing but the vocabulary.
-A program reads its tile once, into registers, and leaves of it, as far as they are wanted,
+A program reads its tile once, into registers, and leaves of each block of BLOCK = 1024 tokens, as far as they are wanted,
 
     peak     the largest logit                          mass     sum of exp((x - peak) / T)
     argmax   its lowest id                              heat     sum of (x - peak) / T exp((x - peak) / T)
-    value    the largest (x - peak) / T + noise         winner   its id
 
-and peak and mass of each block of BLOCK = 1024 tokens too, from which a draw in two levels chooses. The program that
-arrives last then knows the row: lse = best / T + log(sum over tiles of mass exp((peak - best) / T)) with best = the
-largest peak. Nothing depends on which program that is.
+The program that arrives last then knows the row: lse = best / T + log(sum over blocks of mass exp((peak - best) / T)) with best =
+the largest peak, and a draw in two levels chooses a block by the masses. Nothing depends on which program that is.
 
 What the kernels hand to each other:
 
     rows    (logits, bias, mask), the last two or None. Each is a view of a tensor [B, W, V]:
             (pointer, vocabulary size, stride of batch, of row, of token).
-    memory  (scratch, number of rows, tiles of a row, blocks of a row): where the tiles leave their numbers.
+    memory  (scratch, number of rows, blocks of a row, room for a search): where they leave their numbers.
     noise   (seed, position, origin, stream): what a random number is for, besides its index (jit_random.py).
 
 A tile is held as [BLOCK / 256, BLOCKS, 256]: a warp then has whole blocks, 8 neighbouring tokens to a thread, and what is
@@ -37,11 +35,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # on their way at once.
 TILE_BLOCKS, THREADS = 8, 256
 
-# Fields of the scratch memory: of each tile of each row, of each block of each row, of each row.
-PEAK, MASS, ARGMAX, VALUE, WINNER, HEAT, RESIDUAL_MASS = (tl.constexpr(i) for i in range(7))
-TILE_FIELDS = tl.constexpr(7)
-BLOCK_PEAK, BLOCK_MASS, BLOCK_RESIDUAL_MASS = (tl.constexpr(i) for i in range(3))
-BLOCK_FIELDS = tl.constexpr(3)
+# Fields of the scratch memory: of each block of each row, and of each row.
+BLOCK_PEAK, BLOCK_MASS, BLOCK_ARGMAX, BLOCK_HEAT, BLOCK_RESIDUAL_MASS = (tl.constexpr(i) for i in range(5))
+BLOCK_FIELDS = tl.constexpr(5)
 ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING = (tl.constexpr(i) for i in range(6))
 ROW_FIELDS = tl.constexpr(6)
 NO_ID = tl.constexpr(0x7FFFFFFF)
@@ -91,24 +87,17 @@ def read_at(rows, batch, column, ids):
 
 
 @triton.jit
-def block_ids(block, BLOCK: tl.constexpr):
-    """Token ids of blocks [BLOCKS], as a tile of them is held: [BLOCK / 256, BLOCKS, 256]."""
-    part = tl.arange(0, BLOCK // LANES)
-    return block[None, :, None] * BLOCK + part[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+def block_ids(block, BLOCK: tl.constexpr, APART: tl.constexpr = 1):
+    """Token ids of blocks [BLOCKS], as a tile of them is held: [BLOCK / 256, BLOCKS, 256]; or of every APART-th token,
+    [BLOCK / 256, BLOCKS, 256 / APART]."""
+    part, lane = tl.arange(0, BLOCK // LANES), tl.arange(0, LANES // APART) * APART
+    return block[None, :, None] * BLOCK + part[:, None, None] * LANES + lane[None, None, :]
 
 
 @triton.jit
-def tile_ids(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Token ids of a tile."""
-    return block_ids(tile * BLOCKS + tl.arange(0, BLOCKS), BLOCK)
-
-
-@triton.jit
-def tile_indices(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Random-number indices of a tile, four tokens to an index: [BLOCK / 256, BLOCKS, 64]."""
-    block, part = tile * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCK // LANES)
-    lane = tl.arange(0, LANES // 4)[None, None, :]
-    return block[None, :, None] * (BLOCK // 4) + part[:, None, None] * (LANES // 4) + lane
+def tile_ids(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexpr = 1):
+    """Token ids of a tile, or of every APART-th of its tokens."""
+    return block_ids(tile * BLOCKS + tl.arange(0, BLOCKS), BLOCK, APART)
 
 
 @triton.jit
@@ -152,10 +141,10 @@ def block_mass(x, peak, inverse_temperature):
 
 
 @triton.jit
-def tile_heat(x, peak, inverse_temperature):
-    """sum of d exp(d) over a tile, d = (x - peak) / T; 0 where d = -inf."""
-    d = (x - finite(peak)) * inverse_temperature
-    return tl.sum(block_sum(tl.where(d > float("-inf"), d * tl.exp(d), 0.0)), axis=0)
+def block_heat(x, peak, inverse_temperature):
+    """sum of d exp(d) over each block of a tile x, d = (x - peak) / T: [BLOCKS], as peak; 0 where d = -inf."""
+    d = (x - finite(peak)[None, :, None]) * inverse_temperature
+    return block_sum(tl.where(d > float("-inf"), d * tl.exp(d), 0.0))
 
 
 @triton.jit
@@ -166,41 +155,34 @@ def lowest_id(value, top, ids):
 
 @triton.jit
 def total_mass(peak, mass, best, inverse_temperature, axis: tl.constexpr):
-    """sum of mass exp((peak - best) / T) over tiles or blocks."""
+    """sum of mass exp((peak - best) / T) over blocks."""
     return tl.sum(tl.where(mass > 0, mass * tl.exp((peak - best) * inverse_temperature), 0.0), axis=axis)
-
-
-@triton.jit
-def tiles_at(memory, FIELD: tl.constexpr, row):
-    """Pointer to a float32 field of the tiles of a row."""
-    scratch, num_rows, num_tiles, _ = memory
-    return scratch + (FIELD * num_rows + row) * num_tiles
 
 
 @triton.jit
 def blocks_at(memory, FIELD: tl.constexpr, row):
     """Pointer to a float32 field of the blocks of a row."""
-    scratch, num_rows, num_tiles, num_blocks = memory
-    return scratch + TILE_FIELDS * num_rows * num_tiles + (FIELD * num_rows + row) * num_blocks
+    scratch, num_rows, num_blocks, _ = memory
+    return scratch + (FIELD * num_rows + row) * num_blocks
 
 
 @triton.jit
 def row_at(memory, FIELD: tl.constexpr, row):
     """Pointer to a float32 field of a row."""
-    scratch, num_rows, num_tiles, num_blocks = memory
-    return scratch + (TILE_FIELDS * num_tiles + BLOCK_FIELDS * num_blocks) * num_rows + FIELD * num_rows + row
+    scratch, num_rows, num_blocks, _ = memory
+    return scratch + (BLOCK_FIELDS * num_blocks + FIELD) * num_rows + row
 
 
 @triton.jit
 def rest_at(memory):
     """Pointer behind all fields."""
-    scratch, num_rows, num_tiles, num_blocks = memory
-    return scratch + (TILE_FIELDS * num_tiles + BLOCK_FIELDS * num_blocks + ROW_FIELDS) * num_rows
+    scratch, num_rows, num_blocks, _ = memory
+    return scratch + (BLOCK_FIELDS * num_blocks + ROW_FIELDS) * num_rows
 
 
-def floats_per_row(num_tiles: int, num_blocks: int) -> int:
+def floats_per_row(num_blocks: int) -> int:
     """Scratch memory that the fields take."""
-    return TILE_FIELDS.value * num_tiles + BLOCK_FIELDS.value * num_blocks + ROW_FIELDS.value
+    return BLOCK_FIELDS.value * num_blocks + ROW_FIELDS.value
 
 
 @triton.jit
@@ -235,45 +217,45 @@ def log_sum_exp(best, total, inverse_temperature):
 
 @triton.jit
 def leave_masses(x, group_peaks, block, row, memory, inverse_temperature):
-    """Leave peak and mass of each block [BLOCKS] of a tile x, which may be raw; returns those of the tile. Takes the largest
-    logits of its groups [BLOCK / 256, BLOCKS] where they are known, or None."""
+    """Leave peak and mass of each block [BLOCKS] of a tile x, which may be raw; returns the peaks. Takes the largest logits of its
+    groups [BLOCK / 256, BLOCKS] where they are known, or None."""
     if group_peaks is None:
         peaks = block_max(x)
     else:
         peaks = tl.max(group_peaks, axis=0)
     masses = block_mass(x, peaks, inverse_temperature)
     peaks = tl.where(masses == masses, peaks, float("inf"))
-    tl.store(blocks_at(memory, BLOCK_PEAK, row) + block, peaks, mask=block < memory[3])
-    tl.store(blocks_at(memory, BLOCK_MASS, row) + block, masses, mask=block < memory[3])
-    peak = tl.max(peaks, axis=0)
-    return peak, total_mass(peaks, masses, peak, inverse_temperature, 0)
+    tl.store(blocks_at(memory, BLOCK_PEAK, row) + block, peaks, mask=block < memory[2])
+    tl.store(blocks_at(memory, BLOCK_MASS, row) + block, masses, mask=block < memory[2])
+    return peaks
 
 
 @triton.jit
 def leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, want_argmax, MASSES: tl.constexpr,
                 BLOCKS: tl.constexpr):  # fmt: skip
-    """Leave the peak of a tile, its mass and argmax if wanted; returns the peak. The tile may be raw if MASSES; on `group_peaks` see
-    `leave_masses`."""
+    """Leave the peaks of a tile's blocks, their masses and argmax if wanted; returns the peaks [BLOCKS]. The tile may be raw if
+    MASSES; on `group_peaks` see `leave_masses`: not None unless MASSES."""
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
     if MASSES:
-        block = tile * BLOCKS + tl.arange(0, BLOCKS)
-        peak, mass = leave_masses(x, group_peaks, block, row, memory, inverse_temperature)
-        tl.store(tiles_at(memory, MASS, row) + tile, mass)
+        peaks = leave_masses(x, group_peaks, block, row, memory, inverse_temperature)
     else:
-        peak = tile_max(x)
-    tl.store(tiles_at(memory, PEAK, row) + tile, peak)
+        peaks = tl.max(group_peaks, axis=0)
+        tl.store(blocks_at(memory, BLOCK_PEAK, row) + block, peaks, mask=block < memory[2])
     if want_argmax:
-        tl.store(as_int(tiles_at(memory, ARGMAX, row)) + tile, lowest_id(without_nan(x), peak, ids))
-    return peak
+        largest = tl.where(without_nan(x) == peaks[None, :, None], ids, NO_ID)
+        largest = tl.min(tl.min(largest, axis=0), axis=1)
+        tl.store(as_int(blocks_at(memory, BLOCK_ARGMAX, row)) + block, largest, mask=block < memory[2])
+    return peaks
 
 
 @triton.jit
-def fetch_stats(row, memory, inverse_temperature, NUM_TILES: tl.constexpr):
-    """Of a whole row, from its tiles: best, total = sum of exp((x - best) / T), argmax."""
-    tile = tl.arange(0, NUM_TILES)
-    inside = tile < memory[2]
-    peak = fetch(tiles_at(memory, PEAK, row) + tile, inside, float("-inf"))
-    mass = fetch(tiles_at(memory, MASS, row) + tile, inside, 0.0)
-    argmax = fetch(as_int(tiles_at(memory, ARGMAX, row)) + tile, inside, NO_ID)
+def fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS: tl.constexpr):
+    """Of a whole row, from its blocks: best, total = sum of exp((x - best) / T), argmax."""
+    block = tl.arange(0, NUM_BLOCKS)
+    inside = block < memory[2]
+    peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
+    mass = fetch(blocks_at(memory, BLOCK_MASS, row) + block, inside, 0.0)
+    argmax = fetch(as_int(blocks_at(memory, BLOCK_ARGMAX, row)) + block, inside, NO_ID)
     best = tl.max(peak, axis=0)
     argmax = tl.min(tl.where(peak == best, argmax, NO_ID), axis=0)
     return best, total_mass(peak, mass, best, inverse_temperature, 0), argmax

@@ -3,23 +3,23 @@
 import triton
 import triton.language as tl
 
-from .jit_draw import draw_kept
+from .jit_draw import draw_by_token
 from .jit_filters import filter_row
 from .jit_groups import STEP, group_ids, list_groups, listed_groups
 from .jit_random import ACCEPT, uniforms
 from .jit_rows import (
-    ARGMAX,
-    HEAT,
-    MASS,
+    BLOCK_ARGMAX,
+    BLOCK_HEAT,
+    BLOCK_MASS,
+    BLOCK_PEAK,
     NO_ID,
-    PEAK,
     ROW_ENTROPY,
     ROW_LSE,
     ROW_THRESHOLD,
     ROW_WINNER,
-    VALUE,
-    WINNER,
     as_int,
+    block_heat,
+    blocks_at,
     fetch,
     fetch_stats,
     finite,
@@ -28,8 +28,6 @@ from .jit_rows import (
     read,
     read_at,
     row_at,
-    tile_heat,
-    tiles_at,
     total_mass,
 )
 from .records import Status
@@ -39,21 +37,26 @@ _ZERO_DRAFT_PROB = tl.constexpr(int(Status.ZERO_DRAFT_PROB))
 
 
 @triton.jit
-def leave_filtered_row(
+def leave_row(
     target, batch, column, row, memory, inverse_temperature, greedy, filters, noise,
-    METHOD: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    NUM_TILES: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
+    METHOD: tl.constexpr, FILTERED: tl.constexpr, MASSES: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Leave what the sequence will ask of a filtered row: threshold, lse, own token, entropy."""
-    best, total, own = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
+    """Leave what the sequence will ask of a row that is filtered or draws by itself: threshold, lse, own token, entropy. Without
+    MASSES the lse only tells whether there is a distribution."""
+    best, total, own = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
     tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)  # first, so that the search has its register
-    threshold, total = filter_row(
-        target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT,
-        NUM_GROUPS, BLOCKS,
-    )  # fmt: skip
+    threshold = tl.full([], float("-inf"), tl.float32)
+    if FILTERED:
+        threshold, total = filter_row(
+            target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT,
+            NUM_GROUPS, BLOCKS,
+        )  # fmt: skip
+    if not MASSES:
+        total = tl.where(best == float("-inf"), 0.0, 1.0)
     if METHOD == "coupled":
         if not greedy:
-            own = draw_kept(
+            own = draw_by_token(
                 target, batch, column, row, memory, threshold, best, inverse_temperature, noise, NUM_GROUPS, BLOCKS
             )
             tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)
@@ -62,14 +65,21 @@ def leave_filtered_row(
         count = list_groups(memory, row, threshold, NUM_GROUPS)
         for start in range(0, count, STEP * BLOCKS):
             x = read(target, batch, column, group_ids(listed_groups(target, memory, row, start, count, BLOCKS)))
-            heat += tile_heat(tl.where(x >= threshold, x, float("-inf")), best, inverse_temperature)
+            x = tl.where(x >= threshold, x, float("-inf"))
+            heat += tl.sum(block_heat(x, tl.zeros([BLOCKS], tl.float32) + best, inverse_temperature), axis=0)
         tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - heat / total)
     tl.store(row_at(memory, ROW_THRESHOLD, row), threshold)
     tl.store(row_at(memory, ROW_LSE, row), log_sum_exp(best, total, inverse_temperature))
 
 
 @triton.jit
-def fetch_filtered_rows(row, inside, memory):
+def blocks_at_once(WIDTH: tl.constexpr, NUM_BLOCKS: tl.constexpr):
+    """Of how many blocks of all the rows of a sequence there is room in registers."""
+    return tl.constexpr(min(NUM_BLOCKS, max(16, 512 // WIDTH)))
+
+
+@triton.jit
+def fetch_rows(row, inside, memory):
     """Threshold, lse, own token and entropy of the rows [WIDTH] of a sequence."""
     threshold = fetch(row_at(memory, ROW_THRESHOLD, row), inside, 0.0)
     lse = fetch(row_at(memory, ROW_LSE, row), inside, float("-inf"))
@@ -78,47 +88,39 @@ def fetch_filtered_rows(row, inside, memory):
 
 
 @triton.jit
-def fetch_tiles(row, inside, memory, MASSES: tl.constexpr, NUM_TILES: tl.constexpr):
-    """Peaks and masses of the tiles of rows [WIDTH]: [WIDTH, NUM_TILES] each; without MASSES the peaks stand for both."""
-    row, tile = row[:, None], tl.arange(0, NUM_TILES)[None, :]
-    known = inside[:, None] & (tile < memory[2])
-    peak = fetch(tiles_at(memory, PEAK, row) + tile, known, float("-inf"))
-    mass = peak
-    if MASSES:
-        mass = fetch(tiles_at(memory, MASS, row) + tile, known, 0.0)
-    return peak, mass
-
-
-@triton.jit
-def from_tiles(peak, mass, row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD: tl.constexpr,
-               MASSES: tl.constexpr, NUM_TILES: tl.constexpr):  # fmt: skip
-    """As `fetch_filtered_rows`, of unfiltered rows. x_left_out [WIDTH]: the logit of the token that is not in their tiles."""
-    row, tile = row[:, None], tl.arange(0, NUM_TILES)[None, :]
-    known = inside[:, None] & (tile < memory[2])
-    best = tl.maximum(tl.max(peak, axis=1), x_left_out)
-    entropy = tl.zeros_like(best)
-    if MASSES:
-        total = total_mass(peak, mass, best[:, None], inverse_temperature, 1)
-        total += tl.exp((x_left_out - finite(best)) * inverse_temperature)
+def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD: tl.constexpr, WIDTH: tl.constexpr,
+                NUM_BLOCKS: tl.constexpr):  # fmt: skip
+    """As `fetch_rows`, of rows that have no work of their own. x_left_out [WIDTH]: the logit of the token that is not in their
+    blocks."""
+    COUNT: tl.constexpr = blocks_at_once(WIDTH, NUM_BLOCKS)
+    best, own = tl.full([WIDTH], float("-inf"), tl.float32), tl.full([WIDTH], NO_ID, tl.int32)
+    total, heat = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    for start in range(0, memory[2], COUNT):
+        block = start + tl.arange(0, COUNT)[None, :]
+        known = inside[:, None] & (block < memory[2])
+        peak = fetch(blocks_at(memory, BLOCK_PEAK, row[:, None]) + block, known, float("-inf"))
+        mass = fetch(blocks_at(memory, BLOCK_MASS, row[:, None]) + block, known, 0.0)
+        higher = tl.maximum(best, tl.max(peak, axis=1))
+        colder = tl.where(total > 0, (best - higher) * inverse_temperature, 0.0)
         if METHOD == "typical":
-            heat = fetch(tiles_at(memory, HEAT, row) + tile, known, 0.0)
-            cooler = tl.where(mass > 0, (peak - best[:, None]) * inverse_temperature, 0.0)
-            heat = tl.sum(tl.exp(cooler) * (heat + mass * cooler), axis=1)
-            entropy = tl.log(total) - heat / total
-    else:
-        total = tl.where(best == float("-inf"), 0.0, 1.0)  # only whether there is a distribution
-    own = tl.zeros_like(best).to(tl.int32)
-    if greedy:
-        argmax = fetch(as_int(tiles_at(memory, ARGMAX, row)) + tile, known, NO_ID)
-        own = tl.min(tl.where(peak == best[:, None], argmax, NO_ID), axis=1)
-    else:
-        if METHOD == "coupled":
-            value = fetch(tiles_at(memory, VALUE, row) + tile, known, float("-inf"))
-            winner = fetch(as_int(tiles_at(memory, WINNER, row)) + tile, known, NO_ID)
-            value += tl.where(value > float("-inf"), (peak - best[:, None]) * inverse_temperature, 0.0)
-            own = tl.min(tl.where(value == tl.max(value, axis=1)[:, None], winner, NO_ID), axis=1)
-    threshold = tl.full(best.shape, float("-inf"), tl.float32)
-    return threshold, log_sum_exp(best, total, inverse_temperature), own, entropy
+            cooler = tl.where(mass > 0, (peak - higher[:, None]) * inverse_temperature, 0.0)
+            its_heat = fetch(blocks_at(memory, BLOCK_HEAT, row[:, None]) + block, known, 0.0)
+            its_heat = tl.sum(tl.exp(cooler) * (its_heat + mass * cooler), axis=1)
+            heat = tl.exp(colder) * (heat + total * colder) + its_heat
+        total = tl.exp(colder) * total + total_mass(peak, mass, higher[:, None], inverse_temperature, 1)
+        if greedy:
+            argmax = fetch(as_int(blocks_at(memory, BLOCK_ARGMAX, row[:, None])) + block, known, NO_ID)
+            its_own = tl.min(tl.where(peak == higher[:, None], argmax, NO_ID), axis=1)
+            own = tl.where(best == higher, tl.minimum(own, its_own), its_own)
+        best = higher
+    entropy = tl.zeros([WIDTH], tl.float32)
+    if METHOD == "typical":
+        entropy = tl.log(total) - heat / total
+    higher = tl.maximum(best, x_left_out)
+    total = tl.where(total > 0, tl.exp((best - higher) * inverse_temperature) * total, total)
+    total += tl.exp((x_left_out - finite(higher)) * inverse_temperature)
+    threshold = tl.full([WIDTH], float("-inf"), tl.float32)
+    return threshold, log_sum_exp(higher, total, inverse_temperature), own, entropy
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from .jit_filters import key_shift, sample_shift
-from .jit_groups import GROUPS, filter_floats
+from .jit_groups import GROUPS, group_floats
 from .jit_rows import BLOCK, THREADS, TILE_BLOCKS, floats_per_row
 from .numerics import spread
 from .records import RowStats
@@ -43,16 +43,18 @@ def is_filtered(top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 
 
 def shape_arguments(
-    rows: Tensor, filtered: bool, logit_bias: Tensor | None, token_mask: Tensor | None, batched: bool
+    rows: Tensor, filtered: bool, by_token: bool, logit_bias: Tensor | None, token_mask: Tensor | None, batched: bool
 ) -> dict[str, Any]:
-    """Sizes, memory and options for a pass over logits [B, W, V]; `batched`: with a counter per sequence too."""
+    """Sizes, memory and options for a pass over logits [B, W, V]; `by_token`: rows draw by themselves; `batched`: with a counter per
+    sequence too."""
     batch, width, vocab_size = rows.shape
     if batch > MAX_BATCH:
         raise ValueError(f"B must be <= {MAX_BATCH}, got logits of shape {list(rows.shape)}")
     num_rows, num_blocks = batch * width, triton.cdiv(vocab_size, BLOCK)
     blocks = min(TILE_BLOCKS, triton.next_power_of_2(num_blocks))
     num_tiles = triton.cdiv(num_blocks, blocks)
-    per_row = floats_per_row(num_tiles, num_blocks) + (filter_floats(num_blocks) if filtered else 0)
+    grouped = filtered or by_token
+    per_row = floats_per_row(num_blocks) + (group_floats(num_blocks, filtered) if grouped else 0)
     counters, scratch = workspace(rows.device, num_rows + (batch if batched else 0), num_rows * per_row)
     return dict(
         scratch=scratch,
@@ -63,14 +65,14 @@ def shape_arguments(
         num_tiles=num_tiles,
         SHIFT=key_shift(rows.dtype, logit_bias is not None),
         SAMPLE_SHIFT=sample_shift(vocab_size),
-        NUM_TILES=triton.next_power_of_2(num_tiles),
+        NUM_BLOCKS=max(4, triton.next_power_of_2(num_blocks)),
         NUM_GROUPS=triton.next_power_of_2(num_blocks) * GROUPS.value,
         BLOCKS=blocks,
         BLOCK=BLOCK,
         FILTERED=filtered,
         num_warps=THREADS // (64 if torch.version.hip else 32),
         enable_fp_fusion=False,  # the arithmetic is then the twin's on every release of Triton
-        **(registers(128 if is_simple(rows, logit_bias, token_mask) else 255) if filtered else {}),
+        **(registers(128 if is_simple(rows, logit_bias, token_mask) else 255) if grouped else {}),
     )
 
 

@@ -5,8 +5,9 @@ counter  (index, position, origin, stream), 32 bits each
 
 `position` is the absolute index in the sequence of the token being decided, `origin` that of the round's first drafted
 token, `index` the block of four tokens that the number is for: token v takes output v % 4 of index v // 4. Draws in
-two levels number their blocks from BLOCK_LEVEL on, as if they were tokens beyond any vocabulary. A number that belongs
-to a position and not to a token (the acceptance test) takes output 0 of index 0.
+two levels number their blocks from BLOCK_LEVEL on, as if they were tokens beyond any vocabulary; group g of a race takes
+outputs 0 and 1 of index GROUP_LEVEL + g. A number that belongs to a position and not to a token (the acceptance test)
+takes output 0 of index 0.
 
 Streams are disjoint. SAMPLE has origin 0, so that plain decoding and the bonus token of a round draw alike; the others
 carry their round's origin, because a position may be decided anew in a later round.
@@ -25,6 +26,8 @@ from torch import Tensor
 
 STREAMS = SAMPLE, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 BLOCK_LEVEL = 1 << 33  # as a token; as an index 2**31
+GROUP_LEVEL = 3 << 30  # as an index
+GROUP = 256  # tokens of a race that are drawn for together
 
 _MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -35,9 +38,9 @@ UNIFORM_MAX = 1.0 - 2.0**-24  # the largest float32 below 1
 # Of `_words_in_numpy`, where numbers are arrays because those cost less in each call. For the two halves of a round, which
 # change places from one round to the next: the shift of the seed and what is added to it for the key, and the multiplier.
 _MASK_64, _32 = np.array(_MASK, dtype=np.uint64), np.array(32, dtype=np.uint64)
-_SHIFTS = np.array([[0, 32], [32, 0]] * (ROUNDS // 2), dtype=np.uint64)[..., None]
-_ADDED = np.array([[_WEYL_0 * i, _WEYL_1 * i][:: 1 - 2 * (i % 2)] for i in range(ROUNDS)], dtype=np.uint64)[..., None]
-_MULTIPLIERS = np.array([[_MUL_1, _MUL_0], [_MUL_0, _MUL_1]], dtype=np.uint64)[..., None]
+_SHIFTS = np.array([[0, 32], [32, 0]] * (ROUNDS // 2), dtype=np.uint64)
+_ADDED = np.array([[_WEYL_0 * i, _WEYL_1 * i][:: 1 - 2 * (i % 2)] for i in range(ROUNDS)], dtype=np.uint64)
+_MULTIPLIERS = np.array([[_MUL_1, _MUL_0], [_MUL_0, _MUL_1]], dtype=np.uint64)
 
 Array = Any  # an int64 tensor; or an int; or, as if on the CPU, a numpy array: of a few numbers its calls cost a third
 
@@ -88,15 +91,16 @@ def _words_in_numpy(seed: NDArray[np.int64], counter: Sequence[Array]) -> NDArra
     """`_words`, with few calls, most of which do not broadcast: c2 and c0 are one array, c3 and c1 another, each pair
     changes places from round to round, and all is done in place."""
     shape = np.broadcast(seed, *counter).shape
-    inputs = np.empty((4, *shape), dtype=np.int64)
+    inputs = np.empty((4, *(shape or (1,))), dtype=np.int64)
     inputs[1], inputs[3], inputs[0], inputs[2] = counter
-    words = inputs.view(np.uint64).reshape(4, -1)
+    words = inputs.view(np.uint64)
     np.bitwise_and(words, _MASK_64, words)
-    if seed.size > 1:
-        seed = np.broadcast_to(seed, shape)
-    keys, multipliers = np.empty((ROUNDS, *words[:2].shape), np.uint64), np.empty((2, *words[:2].shape), np.uint64)
-    keys[...] = (seed.reshape(-1).view(np.uint64) >> _SHIFTS) + _ADDED & _MASK_64
-    multipliers[...] = _MULTIPLIERS
+    # One key where one seed is for many numbers; as many arrays of keys as there are numbers would leave the cache.
+    ones = (1,) * (inputs.ndim - 1)
+    seed = seed.reshape(ones[seed.ndim :] + seed.shape).view(np.uint64)
+    keys = (seed >> _SHIFTS.reshape(ROUNDS, 2, *ones)) + _ADDED.reshape(ROUNDS, 2, *ones) & _MASK_64
+    multipliers = np.empty((2, *words[:2].shape), np.uint64)
+    multipliers[...] = _MULTIPLIERS.reshape(2, 2, *ones)
     even, odd, (even_0, even_1, odd_0, odd_1) = words[:2], words[2:], words
     product = np.empty_like(even)
     for key, multiplier in zip(keys, cycle(multipliers), strict=False):
@@ -106,9 +110,9 @@ def _words_in_numpy(seed: NDArray[np.int64], counter: Sequence[Array]) -> NDArra
         np.bitwise_xor(even_1, odd_0, even_1)
         np.bitwise_xor(even, key, even)
         np.bitwise_and(product, _MASK_64, odd)
-    result = np.empty((*shape, 4), dtype=np.int64)
+    result = np.empty((*inputs.shape[1:], 4), dtype=np.int64)
     result[..., 0], result[..., 1], result[..., 2], result[..., 3] = inputs[1], inputs[3], inputs[0], inputs[2]
-    return result
+    return result.reshape(*shape, 4)
 
 
 def uniform_from_bits(bits: Array) -> Tensor:
@@ -127,13 +131,19 @@ def uniform(seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor
     return uniform_from_bits(philox(seed, 0, position, origin, stream)[..., 0])
 
 
+def exponential(bits: Array) -> Tensor:
+    """Exponentially distributed float32 numbers of mean 1 from 32-bit words (int64), -log(1 - u).
+
+    The form with 1 - u keeps the resolution where it decides, at the smallest: with u in steps of 2**-32 near 0, two of
+    150,000 tokens tie about once in 30,000 draws, and not once in 60.
+    """
+    return uniform_from_bits(bits).neg_().log1p_().neg_()
+
+
 def gumbel(
     seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int, count: int, first: Tensor | int = 0
 ) -> Tensor:
-    """Standard Gumbel noise for `count` tokens from `first` on, -log(-log(1 - u)).
-
-    The form with 1 - u keeps the resolution where it decides, at the largest noise: with u in steps of 2**-32 near 0,
-    two of 150,000 tokens tie about once in 30,000 draws, and not once in 60.
+    """Standard Gumbel noise for `count` tokens from `first` on, -log of exponentially distributed numbers.
 
     Args:
         seed, position, origin, stream: [...] int64, broadcast against each other.
@@ -142,11 +152,74 @@ def gumbel(
     Returns:
         [..., count] float32.
     """
-    on_cpu, blocks = seed.device.type == "cpu", (count + 3) // 4
-    index = np.arange(blocks) if on_cpu else torch.arange(blocks, device=seed.device)
-    key, *counter, start = (
-        each if isinstance(each, int) else each[..., None] for each in _arrays(seed, position, origin, stream, first)
+    words = _words_from(seed, position, origin, stream, (first, 4, 0, (count + 3) // 4))
+    return exponential(words.reshape(*words.shape[:-2], -1)[..., :count]).log_().neg_()
+
+
+def first_arrivals(
+    seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Of a race: when the first of each group's tokens arrives, and which that is.
+
+    In a race every token arrives after an exponentially distributed time of its own, and -log of that is its Gumbel noise. The
+    first of n arrives after such a time divided by n, whichever it is, and the others each after a time of their own *more*,
+    as what has not happened yet is as far away as ever. So a group's largest noise is known before that of any token.
+
+    Args:
+        seed, position, origin, stream: [...] int64, broadcast against each other.
+
+    Returns:
+        times [..., groups] float32, and places in the group [..., groups] int64.
+    """
+    words = _words_from(seed, position, origin, stream, (0, GROUP, GROUP_LEVEL, groups))
+    return exponential(words[..., 0]).div_(GROUP), _tensor(words[..., 1] % GROUP)
+
+
+def race(
+    seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int, count: int, first: Tensor | int = 0
+) -> Tensor:
+    """Standard Gumbel noise for `count` tokens from `first` on, as a race has it (see `first_arrivals`).
+
+    Args:
+        seed, position, origin, stream: [...] int64, broadcast against each other.
+        first: int, or [...] int64 of the same shape; a multiple of GROUP.
+
+    Returns:
+        [..., count] float32.
+    """
+    groups = (count + GROUP - 1) // GROUP
+    tokens = groups * GROUP // 4
+    words = _words_from(seed, position, origin, stream, (first, 4, 0, tokens), (first, GROUP, GROUP_LEVEL, groups))
+    numbers = exponential(words)
+    time, place = numbers[..., tokens:, :1] / GROUP, _tensor(words[..., tokens:, 1:2] % GROUP)
+    later = numbers[..., :tokens, :].reshape(*numbers.shape[:-2], groups, GROUP)
+    return later.scatter_(-1, place, 0).add_(time).log_().neg_().flatten(-2)[..., :count]
+
+
+def _tensor(values: Array) -> Tensor:
+    return torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+
+
+def _words_from(
+    seed: Tensor,
+    position: Tensor,
+    origin: Tensor | int,
+    stream: Tensor | int,
+    *ranges: tuple[Tensor | int, int, int, int],
+) -> Array:
+    """The words of ranges (first, size, level, count): of `count` indices from level + first / size on. [..., all counts, 4]; a numpy
+    array on the CPU."""
+    key, *counter = (
+        each if isinstance(each, int) else each[..., None] for each in _arrays(seed, position, origin, stream)
     )
-    words = philox(key, index + (start >> 2), *counter)
-    bits = words.reshape(*words.shape[:-2], 4 * blocks)[..., :count]
-    return uniform_from_bits(bits).neg_().log1p_().neg_().log_().neg_()
+    indices: list[Any] = []
+    for first, size, level, count in ranges:
+        (start,) = _arrays(first)
+        steps = np.arange(count) if isinstance(key, np.ndarray) else torch.arange(count, device=seed.device)
+        indices.append(
+            steps + (start // size + level if isinstance(start, int) else (start // size + level)[..., None])
+        )
+    if len(indices) == 1:
+        return philox(key, indices[0], *counter)
+    join = np.concatenate if isinstance(key, np.ndarray) else torch.cat
+    return philox(key, join(indices, -1), *counter)

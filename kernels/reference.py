@@ -248,8 +248,7 @@ def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, s
     numbers = seed[sequence], position[sequence] + index, origin
     drawn = [
         draw_by_token(p.log_prob_at(*row), its_seed, its_position, its_origin, stream)
-        # The noise takes several times as much memory as the logits.
-        for *row, its_seed, its_position, its_origin in chunks(8 * size, sequence, index, *numbers)
+        for *row, its_seed, its_position, its_origin in chunks(size, sequence, index, *numbers)
     ]
     tokens = torch.cat(drawn).view(batch, width)
     greedy = p.temperatures.greedy(seed)[:, None]

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from .jit_draw import choose_block, choose_token, draw_in_two_levels, leave_kept_masses
+from .jit_groups import room_for_search
 from .jit_random import RESIDUAL, SAMPLE, log1m
 from .jit_rows import (
     BLOCK_RESIDUAL_MASS,
     LOG2_E,
-    RESIDUAL_MASS,
     ROW_LSE,
     ROW_PENDING,
     ROW_PREFIX,
@@ -35,9 +35,8 @@ from .jit_rows import (
     read_raw,
     row_at,
     tile_ids,
-    tiles_at,
 )
-from .jit_verify import block_length, store_verdict
+from .jit_verify import block_length, blocks_at_once, store_verdict
 from .records import Status
 
 _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
@@ -89,9 +88,13 @@ def residual_kernel(
     scratch, counters,
     num_rows, width, num_tiles, num_blocks,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr,
-    NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, drafts, memory = (target, bias, mask), (draft, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
+    rows, drafts, memory = (
+        (target, bias, mask),
+        (draft, bias, mask),
+        (scratch, num_rows, num_blocks, room_for_search(FILTERED)),
+    )
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pending = tl.load(as_int(row_at(memory, ROW_PENDING, batch * width)))
     inverse_temperature, _ = load_temperature(temperature, batch)
@@ -112,12 +115,11 @@ def residual_kernel(
         mass = block_sum(tl.where(ratio < 1, tl.exp2(log_p) * (1 - ratio), 0.0))
         block = tile * BLOCKS + tl.arange(0, BLOCKS)
         tl.store(blocks_at(memory, BLOCK_RESIDUAL_MASS, row) + block, mass, mask=block < num_blocks)
-        tl.store(tiles_at(memory, RESIDUAL_MASS, row) + tile, tl.sum(mass, axis=0))
         if arrive(counters + num_rows + batch, expected):
             sequence = (draft_tokens, draft_threshold, draft_lse, tl.load(seed + batch), tl.load(position + batch))
             _decide(
                 rows, drafts, batch, width, pending, inverse_temperature, memory, sequence,
-                (tokens, num_accepted, status, logprobs), METHOD, FILTERED, WIDTH, NUM_TILES, NUM_BLOCKS, BLOCKS, BLOCK,
+                (tokens, num_accepted, status, logprobs), METHOD, FILTERED, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
             )  # fmt: skip
 
 
@@ -135,7 +137,7 @@ def _shifts(row, draft_row, memory, draft_threshold, draft_lse, METHOD: tl.const
 def _decide(
     rows, drafts, batch, width, pending, inverse_temperature, memory, sequence, outputs,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr,
-    NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How many drafts stand, under block, and the next token of a sequence whose residual masses are known."""
     draft_tokens, draft_threshold, draft_lse, seed, first = sequence
@@ -149,9 +151,12 @@ def _decide(
     rejected = count >= 0
     if METHOD == "block":
         prefix = tl.load(row_at(memory, ROW_PREFIX, row), mask=inside, other=1.0)
-        tile = tl.arange(0, NUM_TILES)[None, :]
-        known = (column < pending)[:, None] & (tile < memory[2])
-        mass = tl.sum(fetch(tiles_at(memory, RESIDUAL_MASS, row[:, None]) + tile, known, 0.0), axis=1)
+        COUNT: tl.constexpr = blocks_at_once(WIDTH, NUM_BLOCKS)
+        mass = tl.zeros([WIDTH], tl.float32)
+        for start in range(0, memory[2], COUNT):
+            block = start + tl.arange(0, COUNT)[None, :]
+            known = (column < pending)[:, None] & (block < memory[2])
+            mass += tl.sum(fetch(blocks_at(memory, BLOCK_RESIDUAL_MASS, row[:, None]) + block, known, 0.0), axis=1)
         count = block_length(prefix, mass, pending, seed, first, column)
         rejected = count < pending
         flags = tl.where(rejected, 0, flags)
@@ -160,7 +165,7 @@ def _decide(
     next_token, found = tl.zeros([], tl.int32), rejected & (count < 0)
     if rejected:
         block = tl.arange(0, NUM_BLOCKS)
-        block_mass = fetch(blocks_at(memory, BLOCK_RESIDUAL_MASS, decider) + block, block < memory[3], 0.0)
+        block_mass = fetch(blocks_at(memory, BLOCK_RESIDUAL_MASS, decider) + block, block < memory[2], 0.0)
         shifts = _shifts(decider, decider - batch, memory, draft_threshold, draft_lse, METHOD)
         next_token, found = _draw_from_residual(
             rows, drafts, batch, count, block_mass, shifts, inverse_temperature, (seed, first + count, first, RESIDUAL),

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .jit_filters import filter_row, leave_sample
-from .jit_groups import leave_group_peaks
+from .jit_groups import leave_group_peaks, room_for_search
 from .jit_rows import arrive, fetch_stats, leave_stats, load_temperature, log_sum_exp, read_raw, tile_ids
 from .launch import as_rows, empty_stats, is_filtered, row_arguments, shape_arguments, view, vocabulary_view
 from .records import RowStats
@@ -32,9 +32,9 @@ def row_stats_kernel(
     scratch, counters,
     num_rows, width, num_tiles, num_blocks,
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    NUM_TILES: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, memory = (logits, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
+    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks, room_for_search(FILTERED))
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
     ids = tile_ids(tile, BLOCKS, BLOCK)
@@ -46,10 +46,10 @@ def row_stats_kernel(
         group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
     leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
     if FILTERED:
-        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        leave_sample(x, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
 
     if arrive(counters + row, num_tiles):
-        best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
+        best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
         tl.store(argmax + row, row_argmax.to(tl.int64))  # first, so that the search has its register
         least = tl.full([], float("-inf"), tl.float32)
         if FILTERED:
@@ -75,7 +75,7 @@ def row_stats(
     rows = as_rows(logits)
     stats = empty_stats(logits)
     filtered = is_filtered(top_k, top_p, min_p)
-    shape = shape_arguments(rows, filtered, logit_bias, token_mask, batched=False)
+    shape = shape_arguments(rows, filtered, False, logit_bias, token_mask, batched=False)
     if rows.shape[0] * rows.shape[1]:
         with torch.cuda.device_of(logits):
             row_stats_kernel[(shape["num_tiles"], rows.shape[1], rows.shape[0])](

@@ -2,9 +2,9 @@
 
     token = argmax over v of logit_v / T + Gumbel(seed, position, origin, stream, v), v with logit_v >= threshold
 
-The argmax does not need the log-sum-exp, so a row's stats and its draw come out of one reading: each block leaves its
-winner beside its stats. With filters the threshold comes first, and the tokens that stay are read again.
-Greedy rows take the argmax of the logits and compute no noise. One launch.
+One reading leaves the stats of each block and the largest logit of each group of 256 tokens; the last program of a row searches for the
+threshold, if there are filters, and draws, for which few groups matter (jit_draw.py). Greedy rows take the argmax of the logits
+and compute no noise. One launch.
 """
 
 import torch
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_draw import draw_kept, fetch_winner, leave_winner
+from .jit_draw import draw_by_token
 from .jit_filters import filter_row, leave_sample
-from .jit_groups import leave_group_peaks
+from .jit_groups import leave_group_peaks, room_for_search
 from .jit_rows import (
     arrive,
     fetch_stats,
@@ -49,9 +49,9 @@ def sample_kernel(
     noise_stream,
     num_rows, width, num_tiles, num_blocks,
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    NUM_TILES: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, memory = (logits, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
+    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks, room_for_search(FILTERED))
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
     ids = tile_ids(tile, BLOCKS, BLOCK)
@@ -63,18 +63,13 @@ def sample_kernel(
         row_origin = tl.load(origin + batch)
     noise = (tl.load(seed + batch), row_position, row_origin, noise_stream)
 
-    group_peaks = None
+    group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
+    leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
     if FILTERED:
-        group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
-    peak = leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
-    if FILTERED:
-        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
-    else:
-        if not greedy:
-            leave_winner(x, peak, rows, batch, column, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
+        leave_sample(x, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
 
     if arrive(counters + row, num_tiles):
-        best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_TILES)
+        best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
         least = tl.full([], float("-inf"), tl.float32)
         token = row_argmax
         if FILTERED:
@@ -82,13 +77,10 @@ def sample_kernel(
                 rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
                 SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
             )  # fmt: skip
-            if not greedy:
-                token = draw_kept(
-                    rows, batch, column, row, memory, least, best, inverse_temperature, noise, NUM_GROUPS, BLOCKS
-                )
-        else:
-            if not greedy:
-                token = fetch_winner(row, memory, best, inverse_temperature, NUM_TILES)
+        if not greedy:
+            token = draw_by_token(
+                rows, batch, column, row, memory, least, best, inverse_temperature, noise, NUM_GROUPS, BLOCKS
+            )
         row_lse = log_sum_exp(best, total, inverse_temperature)
         valid = tl.abs(row_lse) < float("inf")
         token = tl.where(valid, token.to(tl.int64), -1)
@@ -122,7 +114,7 @@ def sample(
     tokens = torch.empty_like(stats.argmax)
     logprobs = torch.empty_like(stats.lse) if return_logprobs else None
     filtered = is_filtered(top_k, top_p, min_p)
-    shape = shape_arguments(rows, filtered, logit_bias, token_mask, batched=False)
+    shape = shape_arguments(rows, filtered, True, logit_bias, token_mask, batched=False)
     if tokens.numel():
         with torch.cuda.device_of(logits):
             sample_kernel[(shape["num_tiles"], rows.shape[1], rows.shape[0])](

@@ -8,8 +8,8 @@ With p the target's and q the drafter's distribution, each from logits, temperat
     typical    accept x_i while p(x_i) > min(epsilon, delta exp(-entropy of p))
 
 Launch 1 (verify_kernel) has one program per tile of a target row. Each reads its tile and leaves what its blocks come to
-(jit_rows.py). The last of a row searches for its threshold, if there are filters. The last of a sequence knows all its
-rows; it tests the drafts, and draws what comes next, in two levels, reading one block of logits again.
+(jit_rows.py). The last of a row searches for its threshold, if there are filters, and under `coupled` draws from it. The last of a
+sequence knows all its rows; it tests the drafts, and draws what comes next, in two levels, reading one block of logits again.
 
 One-hot drafts need no more: in the residual max(p - one-hot, 0) the draft's token is missing, so its row is read without
 it. Where q is a distribution, launch 2 (residual.py) reads the row of the first rejection and the draft's row beside it,
@@ -21,37 +21,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_draw import draw_in_two_levels, leave_kept_masses, leave_winner
+from .jit_draw import draw_in_two_levels, leave_kept_masses
 from .jit_filters import leave_sample
-from .jit_groups import leave_group_peaks
+from .jit_groups import leave_group_peaks, room_for_search
 from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
 from .jit_rows import (
-    HEAT,
+    BLOCK_HEAT,
     ROW_LSE,
     ROW_PENDING,
     ROW_PREFIX,
     ROW_THRESHOLD,
     arrive,
     as_int,
+    block_heat,
+    blocks_at,
     leave_stats,
     load_temperature,
     pick,
     read_at,
     read_raw,
     row_at,
-    tile_heat,
     tile_ids,
-    tiles_at,
     without_nan,
 )
 from .jit_verify import (
     block_length,
     draft_prefix,
-    fetch_filtered_rows,
-    fetch_tiles,
+    fetch_rows,
     fit_drafts,
-    from_tiles,
-    leave_filtered_row,
+    from_blocks,
+    leave_row,
     read_drafts,
     store_verdict,
 )
@@ -87,11 +86,12 @@ def verify_kernel(
     num_rows, width, num_tiles, num_blocks,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,  # a power of two >= K+1
-    NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    BY_ROW: tl.constexpr = FILTERED or METHOD == "coupled"  # a row has work of its own, before that of its sequence
     MASSES: tl.constexpr = METHOD != "coupled" or FILTERED or logprobs is not None
     LEAVE_OUT: tl.constexpr = draft is None and not FILTERED and (METHOD == "rejection" or METHOD == "block")
-    rows, memory = (target, bias, mask), (scratch, num_rows, num_tiles, num_blocks)
+    rows, memory = (target, bias, mask), (scratch, num_rows, num_blocks, room_for_search(FILTERED))
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
 
@@ -107,41 +107,39 @@ def verify_kernel(
     if not MASSES:
         x = without_nan(x)
     group_peaks = None
-    if FILTERED:
+    if BY_ROW:
         group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
-    peak = leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
+    peaks = leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
     if FILTERED:
-        leave_sample(x, ids, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        leave_sample(x, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
     else:
-        if METHOD == "coupled":
-            if not greedy:
-                noise = _own_noise(seed, position, batch, column)
-                leave_winner(x, peak, rows, batch, column, tile, row, memory, inverse_temperature, noise, BLOCKS, BLOCK)
         if METHOD == "typical":
-            tl.store(tiles_at(memory, HEAT, row) + tile, tile_heat(x, peak, inverse_temperature))
+            block = tile * BLOCKS + tl.arange(0, BLOCKS)
+            heat = block_heat(x, peaks, inverse_temperature)
+            tl.store(blocks_at(memory, BLOCK_HEAT, row) + block, heat, mask=block < num_blocks)
 
     # Its row, if this is the last tile of it, and its sequence, if this is the last row of it.
     sequence = (
         draft_tokens, (draft, bias, mask), draft_threshold, draft_lse, seed, position, inverse_temperature, greedy,
     )  # fmt: skip
     outputs = (tokens, num_accepted, status, logprobs)
-    if FILTERED:
+    if BY_ROW:
         if arrive(counters + row, num_tiles):
             noise = _own_noise(seed, position, batch, column)
-            leave_filtered_row(
+            leave_row(
                 rows, batch, column, row, memory, inverse_temperature, greedy, (top_k, top_p, min_p), noise,
-                METHOD, SHIFT, SAMPLE_SHIFT, NUM_TILES, NUM_GROUPS, BLOCKS,
+                METHOD, FILTERED, MASSES, SHIFT, SAMPLE_SHIFT, NUM_BLOCKS, NUM_GROUPS, BLOCKS,
             )  # fmt: skip
             if arrive(counters + num_rows + batch, width):
                 _decide(
                     rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
-                    METHOD, FILTERED, MASSES, LEAVE_OUT, WIDTH, NUM_TILES, NUM_BLOCKS, BLOCKS, BLOCK,
+                    METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
                 )  # fmt: skip
     else:
         if arrive(counters + num_rows + batch, width * num_tiles):
             _decide(
                 rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
-                METHOD, FILTERED, MASSES, LEAVE_OUT, WIDTH, NUM_TILES, NUM_BLOCKS, BLOCKS, BLOCK,
+                METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
             )  # fmt: skip
 
 
@@ -155,8 +153,8 @@ def _own_noise(seed, position, batch, column):
 @triton.jit
 def _decide(
     rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
-    METHOD: tl.constexpr, FILTERED: tl.constexpr, MASSES: tl.constexpr, LEAVE_OUT: tl.constexpr,
-    WIDTH: tl.constexpr, NUM_TILES: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    METHOD: tl.constexpr, FILTERED: tl.constexpr, BY_ROW: tl.constexpr, LEAVE_OUT: tl.constexpr,
+    WIDTH: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Test a sequence's drafts and emit its tokens; or leave to the second launch what needs the drafts' rows."""
     draft_tokens, draft, draft_threshold, draft_lse, seed, position, inverse_temperature, greedy = sequence
@@ -167,20 +165,18 @@ def _decide(
     token = tl.load(draft_tokens + batch * num_drafts + column, mask=column < num_drafts, other=-1)
 
     # The rows, and p and q of the drafted tokens. All is asked for before any of it is used.
-    if FILTERED:
-        threshold, lse, own, entropy = fetch_filtered_rows(row, inside, memory)
-    else:
-        peak, mass = fetch_tiles(row, inside, memory, MASSES, NUM_TILES)
+    if BY_ROW:
+        threshold, lse, own, entropy = fetch_rows(row, inside, memory)
     x = read_at(rows, batch, column, token)
     drafts = None
     if draft_lse is not None:
         drafts = read_drafts(token, draft, draft_threshold, draft_lse, batch, column, num_drafts)
-    if not FILTERED:
+    if not BY_ROW:
         x_left_out = tl.full([WIDTH], float("-inf"), tl.float32)
         if LEAVE_OUT:
             x_left_out = tl.where(greedy, x_left_out, x)
-        threshold, lse, own, entropy = from_tiles(
-            peak, mass, row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, MASSES, NUM_TILES
+        threshold, lse, own, entropy = from_blocks(
+            row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, WIDTH, NUM_BLOCKS
         )
     p = tl.where((x >= threshold) & (x > float("-inf")), tl.exp(x * inverse_temperature - lse), 0.0)
     fit, q, flags = fit_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy)
@@ -284,8 +280,7 @@ def verify(
     )
     if batch == 0:
         return verdict
-    shape = shape_arguments(target_logits, filtered, logit_bias, token_mask, batched=True)
-    shape["NUM_BLOCKS"] = max(4, triton.next_power_of_2(shape["num_blocks"]))
+    shape = shape_arguments(target_logits, filtered, method == "coupled", logit_bias, token_mask, batched=True)
     both = dict(
         target=view(target_logits),
         bias=vocabulary_view(logit_bias, target_logits),
@@ -309,13 +304,14 @@ def verify(
         thresholds = dict(typical_epsilon=typical_epsilon, typical_delta=typical_delta)
         # As many programs to a processor as there can be without spills.
         simple, block = is_simple(target_logits, logit_bias, token_mask), method == "block"
+        by_row = filtered or method == "coupled"
         if (
-            (width > 16 and (block or not filtered))
+            (width > 16 and (block or not by_row))
             or (block and return_logprobs and (filtered or not simple))
             or (method == "typical" and filtered)
         ):
             shape |= registers(255)
-        elif simple and not filtered and (method == "rejection" or draft_logits is not None):
+        elif simple and not by_row:
             shape |= registers(80)
         verify_kernel[grid](**both, **shape, **filters, **thresholds)
         if draft_logits is not None:

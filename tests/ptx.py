@@ -270,6 +270,10 @@ def _statement(t: _Translation, text: str, line: int) -> str:
         targets = ", ".join(t.register(value) for value in t.values(operands[0]))
         address = t.address(operands[1], True)
         return f"({targets},) = machine.load_matrix({address}, {count}, {'trans' in modifiers}, {where})"
+    if name == "stmatrix":
+        assert guard is None
+        values = ", ".join(t.operand(value, "u32") for value in t.values(operands[1]))
+        return f"machine.store_matrix({t.address(operands[0], True)}, ({values},), {'trans' in modifiers}, {where})"
     if name == "bar" or (name == "barrier" and modifiers[0] == "sync"):
         assert guard is None and operands == ["0"] and "warp" not in modifiers, text
         return "machine.barrier()"

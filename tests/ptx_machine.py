@@ -24,7 +24,6 @@ from torch import Tensor
 
 MANY = 0xFFF  # in place of a thread: several
 ATOMIC = 0xFFE  # an atomic's
-SECTOR = 32  # bytes that a GPU reads from memory at once
 
 
 class KernelFault(Exception):
@@ -59,8 +58,7 @@ class Counts:
     """What a launch did."""
 
     opcodes: Counter[str] = field(default_factory=Counter)  # instructions of warps
-    loaded: Counter[str] = field(default_factory=Counter)  # bytes read from each tensor
-    sectors: Counter[str] = field(default_factory=Counter)  # of 32 bytes, asked for by warps
+    loaded: Counter[str] = field(default_factory=Counter)  # bytes of each tensor, once a warp and instruction
 
 
 class Machine:
@@ -104,9 +102,8 @@ class Machine:
                 values[i, thread[where]] = cells[first + i]
             self._note_read(storage, at, dtype.itemsize * count, thread[where], line)
             if not shared:
-                self.counts.loaded[storage.name] += where.size * dtype.itemsize * count
-                touched = (thread[where] // WARP) << 48 | (at + storage.start) // SECTOR
-                self.counts.sectors[storage.name] += np.unique(touched).size
+                asked = np.unique(thread[where] // WARP << 48 | at)
+                self.counts.loaded[storage.name] += asked.size * dtype.itemsize * count
         return list(values)
 
     def store(self, shared: bool, address: Array, mask: Array | None, values: tuple[Array, ...], line: int) -> None:
@@ -141,19 +138,30 @@ class Machine:
     def load_matrix(self, address: Array, count: int, transposed: bool, line: int) -> list[Array]:
         """ldmatrix: of each warp `count` matrices of 8 x 8 16-bit values, whose rows' addresses its lanes have; a thread gets two
         neighbours of each."""
+        parts = [
+            [self.load(True, place, None, TYPES["u16"], 1, line)[0].astype(np.uint32) for place in pair]
+            for pair in self._matrix_places(address, count, transposed)
+        ]
+        return [low | high << 16 for low, high in parts]
+
+    def store_matrix(self, address: Array, values: tuple[Array, ...], transposed: bool, line: int) -> None:
+        """stmatrix, which is the inverse."""
+        for pair, value in zip(self._matrix_places(address, len(values), transposed), values, strict=True):
+            for place, half in zip(pair, (value, value >> 16), strict=True):
+                self.store(True, place, None, (half.astype(np.uint16),), line)
+
+    def _matrix_places(self, address: Array, count: int, transposed: bool) -> Iterable[tuple[Array, Array]]:
+        """Where the two values lie that a thread has of each matrix."""
         lane, warp = self.thread % WARP, self.thread // WARP
-        outputs = []
         for matrix in range(count):
-            rows = address.reshape(-1, WARP)[:, 8 * matrix : 8 * matrix + 8]
+            rows = np.broadcast_to(address, self.thread.shape).reshape(-1, WARP)[:, 8 * matrix : 8 * matrix + 8]
             pair = []
             for i in range(2):
                 row, column = lane // 4, 2 * (lane % 4) + i
                 if transposed:
                     row, column = column, row
-                place = rows[warp, row] + (2 * column).astype(address.dtype)
-                pair.append(self.load(True, place, None, TYPES["u16"], 1, line)[0].astype(np.uint32))
-            outputs.append(pair[0] | pair[1] << 16)
-        return outputs
+                pair.append(rows[warp, row] + (2 * column).astype(address.dtype))
+            yield pair[0], pair[1]
 
     def _active(self, address: Array, mask: Array | None) -> tuple[Array, Array]:
         address = np.broadcast_to(address, self.thread.shape).astype(np.int64)

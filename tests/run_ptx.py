@@ -1,6 +1,6 @@
 """Run the kernels as Triton compiles them for an NVIDIA GPU, without one: their PTX, on a machine that watches (ptx_machine.py).
 
-    python tests/run_ptx.py cuda:90 [--whole] [--unordered | --without-barriers]
+    python tests/run_ptx.py cuda:90 [--whole | --large] [--unordered | --without-barriers]
 
 Runs without TRITON_INTERPRET, which is why the tests start it as a process of its own. The real launchers are called, on CPU
 tensors; every launch is gone through twice, with its blocks in two orders, and must come to the same bits. What comes out is
@@ -29,6 +29,7 @@ from kernel_cases import (
     random_options,
     random_rows,
     verify_case,
+    word_logits,
 )
 from ptx import Program, translate
 from ptx_machine import Counts, launch
@@ -36,9 +37,11 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from engine.kernels import reference
 from engine.kernels.ops import METHODS
 
 BATCH, NUM_DRAFTS = 3, 2
+LARGE = 151_936
 OUTPUTS = ("threshold", "lse", "argmax", "tokens", "num_accepted", "status", "logprobs")
 Change = Callable[[str], str]  # of PTX, before it runs
 
@@ -71,6 +74,24 @@ def cases(whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
                 )
                 name = f"{label}, {method}, {'full' if draft else 'one-hot'}{', logprobs' if logprobs else ''}"
                 yield name, partial(check_verify, case, method=method, return_logprobs=logprobs)
+
+
+def large_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """One sequence of a large model, with logits like those of words, for the number of instructions."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [word_logits(generator, LARGE, "rather first") for _ in range(5)]
+    target = torch.stack(rows)[None].bfloat16()
+    draft = target[:, :4] + 0.3 * torch.randn(1, 4, LARGE, generator=generator).bfloat16()
+    case = dict(target_logits=target, draft_tokens=draft.argmax(dim=-1), temperature=torch.tensor([0.7]))
+    case |= random_rows(1, generator)
+    full = dict(draft_logits=draft, draft_stats=reference.row_stats(draft, case["temperature"]))
+    top_p = dict(top_p=torch.tensor([0.9]))
+    for method in METHODS:
+        yield f"{method}, one-hot", partial(check_verify, case, method=method)
+    for method in ("rejection", "block"):
+        yield f"{method}, full", partial(check_verify, case | full, method=method)
+    for method in ("rejection", "coupled"):
+        yield f"{method}, one-hot, top-p", partial(check_verify, case | top_p, method=method)
 
 
 def arguments_of(kernel: Any, values: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -139,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("target")
     parser.add_argument("--whole", action="store_true", help="every variant")
+    parser.add_argument("--large", action="store_true", help="one sequence, K = 4, V = 151,936")
     parser.add_argument("--without-barriers", action="store_true", help="a control: must fail")
     parser.add_argument("--unordered", action="store_true", help="a control: the atomics order nothing; must fail")
     options = parser.parse_args()
@@ -150,7 +172,7 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
     pretend(options.target, change, report)
-    for label, call in cases(options.whole):  # noqa: B007 (report reads it)
+    for label, call in large_cases() if options.large else cases(options.whole):  # noqa: B007 (report reads it)
         call()
 
 

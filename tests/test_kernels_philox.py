@@ -10,7 +10,16 @@ from scipy import stats as scipy_stats
 from torch import Tensor
 
 from engine.kernels import philox
-from engine.kernels.jit_random import gumbel, gumbel_bound, log1m, philox_words, uniform_from_bits, uniforms
+from engine.kernels.jit_random import (
+    exponential,
+    first_arrivals,
+    gumbel,
+    log1m,
+    philox_words,
+    race_bound,
+    uniform_from_bits,
+    uniforms,
+)
 
 # Random123 1.14, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, result
 KNOWN_ANSWERS = [
@@ -38,6 +47,22 @@ def gumbel_kernel(out, seed, start, position, origin, stream, BLOCK: tl.constexp
 def uniforms_kernel(out, seed, position, origin, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     tl.store(out + lane, uniforms(tl.load(seed), tl.load(position) + lane, tl.load(origin), 2))
+
+
+@triton.jit
+def first_kernel(times, places, seed, position, origin, stream, BLOCK: tl.constexpr):
+    group = tl.arange(0, BLOCK)
+    time, place = first_arrivals(group, (tl.load(seed), tl.load(position), tl.load(origin), tl.load(stream)))
+    tl.store(times + group, time)
+    tl.store(places + group, place.to(tl.int64))
+
+
+@triton.jit
+def race_kernel(noise, bound, words, time, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    word, time = tl.load(words + lane), time + tl.zeros([BLOCK], tl.float32)
+    tl.store(noise + lane, -tl.log(time + exponential(word)))
+    tl.store(bound + lane, race_bound(time, word))
 
 
 @triton.jit
@@ -125,18 +150,74 @@ def test_log1m_is_accurate_everywhere() -> None:
     assert (out[:16] == 0).all()
 
 
-def test_the_bound_of_gumbel_noise_is_above_it_and_close_where_tokens_win() -> None:
+@pytest.mark.parametrize(("seed", "position", "origin"), [(0, 0, 0), (-1, 2**31, 2**32 - 1), (-(2**63), 2**32 + 3, 1)])
+def test_races_equal_the_twin(seed: int, position: int, origin: int) -> None:
+    """The first of each group: the same token, its time within a few roundings; and the twin's noise of it and of the others."""
+    times, places = torch.empty(16, device=DEVICE), torch.empty(16, dtype=torch.int64, device=DEVICE)
+    numbers = scalars(seed, position, origin, philox.SAMPLE)
+    first_kernel[(1,)](times, places, *numbers, BLOCK=16)
+    key = torch.tensor(seed), torch.tensor(position), origin, philox.SAMPLE
+    twin_times, twin_places = philox.first_arrivals(*key, 16)
+    assert torch.equal(places.cpu(), twin_places)
+    torch.testing.assert_close(times.cpu(), twin_times, rtol=1e-6, atol=0)
+
+    noise = philox.race(*key, 4000)
+    groups = torch.nn.functional.pad(noise, (0, 96), value=-torch.inf).view(16, 256)
+    first = torch.arange(256) == twin_places[:, None]
+    assert torch.equal(groups.argmax(dim=-1)[:15], twin_places[:15])  # 160 tokens of the last
+    torch.testing.assert_close(groups.amax(dim=-1)[:15], -twin_times.log()[:15])
+    alone = torch.exp(-philox.gumbel(*key, 4096)).view(16, 256)
+    later = torch.exp(-groups) - twin_times[:, None]
+    torch.testing.assert_close(later[:15][~first[:15]], alone[:15][~first[:15]], rtol=1e-4, atol=1e-5)
+
+
+def test_the_bound_of_noise_in_a_race_is_above_it_and_close_where_tokens_win() -> None:
     """Whoever is above the bound of all others has won, so one that is too low would change a draw."""
     words = torch.randint(2**32, (2**14,), generator=torch.Generator().manual_seed(0))
     words[: 2**12] >>= torch.arange(2**12) % 33  # large noise
     words[2**12 : 2**13] = 2**32 - 1 - words[: 2**12]  # small noise
     words[:8] = EXTREME_WORDS
-    noise, bound = torch.empty(len(words), device=DEVICE), torch.empty(len(words), device=DEVICE)
-    for out, function in ((noise, gumbel), (bound, gumbel_bound)):
-        elementwise_kernel[(1,)](out=out, value=words.to(torch.uint32).to(DEVICE), FUNCTION=function, BLOCK=2**14)
-    gap = bound - noise
-    assert gap.min() > 0.0005
-    assert gap[(noise > 3) & (words.to(DEVICE) > 100)].max() < 0.07  # of less, the half that is added to a word counts
+    words = words.to(torch.uint32).to(DEVICE)
+    for time in (2.0**-41, 1e-4, 0.004, 0.06):
+        noise, bound = torch.empty(2**14, device=DEVICE), torch.empty(2**14, device=DEVICE)
+        race_kernel[(1,)](noise, bound, words, time, BLOCK=2**14)
+        gap = bound - noise
+        assert gap.min() > 0.0005
+        assert (
+            gap[(noise > 2) & (words.to(torch.int64) > 100)].max() < 0.07
+        )  # of less, the half that is added to a word counts
+
+
+def largest_of_groups(noise: Tensor) -> Tensor:
+    """Of each group of 256, moved to where a Gumbel-distributed number is."""
+    return noise.unflatten(-1, (-1, 256)).amax(dim=-1).flatten() - np.log(256)
+
+
+def test_noise_of_a_race_is_independent_and_gumbel() -> None:
+    """By its moments and its distribution, for the first of a group and any other; no two places of a group are correlated, and each
+    is first as often as another."""
+    count = 20_000
+    noise = philox.race(torch.arange(count), torch.arange(count) % 7, 3, philox.DRAFT, 512).double()
+    assert noise.isfinite().all()
+    for values in (noise[:, 0], noise[:, 300], noise.flatten()[::509]):
+        assert scipy_stats.kstest(values.numpy(), "gumbel_r").pvalue > 1e-3
+    assert abs(noise.mean() - np.euler_gamma) < 4 * (np.pi**2 / 6 / noise.numel()) ** 0.5
+    assert scipy_stats.kstest(largest_of_groups(noise).numpy(), "gumbel_r").pvalue > 1e-3
+    uniform = torch.exp(-torch.exp(-noise[:, :256]))
+    correlation = torch.corrcoef(uniform.T)[~torch.eye(256, dtype=torch.bool)]
+    assert correlation.abs().max() < 6 / count**0.5 and abs(correlation.std() * count**0.5 - 1) < 0.05
+    counts = noise[:, :256].argmax(dim=-1).bincount(minlength=256)
+    assert scipy_stats.chisquare(counts.numpy()).pvalue > 1e-3
+
+
+def test_a_race_that_is_not_one_is_caught() -> None:
+    """Negative control: noise whose first arrival is drawn on its own but whose others do not wait for it."""
+    count, groups = 20_000, 2
+    key = torch.arange(count), torch.arange(count) % 7, 3, philox.DRAFT
+    times, places = philox.first_arrivals(*key, groups)
+    noise = philox.gumbel(*key, 512).unflatten(-1, (groups, 256))
+    noise = torch.where(torch.arange(256) == places[..., None], -times.log()[..., None], noise).flatten(-2)
+    assert scipy_stats.kstest(largest_of_groups(noise.double()).numpy(), "gumbel_r").pvalue < 1e-6
 
 
 def test_gumbel_moments() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import PLACES, random_logits, word_logits
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
@@ -16,6 +17,7 @@ from transformers import (
 )
 
 from engine.kernels import philox, reference
+from engine.kernels.draw import draw_by_token
 from engine.kernels.records import RowStats, Status, Verdict
 
 ROWS = dict(seed=torch.tensor([5]), position=torch.tensor([11]))
@@ -258,3 +260,27 @@ def test_greedy_rows_alone_are_decided_as_among_others(
     for name in ("tokens", "num_accepted", "status"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
         assert getattr(found, name).dtype == getattr(expected, name).dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab_size", [2_049, 5_000, 49_152])
+def test_few_groups_of_a_race_decide_what_all_of_its_noise_does(vocab_size: int, dtype: torch.dtype) -> None:
+    """On a CPU rows are drawn from without the noise of most of their tokens."""
+    generator = torch.Generator().manual_seed(3)
+    one = torch.full((vocab_size,), -torch.inf).index_fill(0, torch.tensor([vocab_size - 1]), 0.0)
+    kinds = [word_logits(generator, vocab_size, places) for places in PLACES]
+    kinds += [3 * torch.randn(vocab_size, generator=generator), torch.zeros(vocab_size), one]
+    kinds += [torch.randn(vocab_size, generator=generator).round(), random_logits(generator, vocab_size)]
+    rows = torch.stack(kinds).log_softmax(dim=-1).to(dtype).repeat(5, 1)
+    numbers = torch.arange(len(rows)), 7 * torch.arange(len(rows)), torch.arange(len(rows)) % 3
+    noise = philox.race(*numbers, philox.SAMPLE, vocab_size)
+    assert torch.equal(draw_by_token(rows, *numbers, philox.SAMPLE), (rows + noise).argmax(dim=-1))
+
+
+def test_rows_without_a_distribution_can_be_raced() -> None:
+    """They draw an id that is thrown away, but one of the vocabulary."""
+    rows = torch.zeros(3, 5_000)
+    rows[0], rows[1, 7], rows[2, 7] = -torch.inf, torch.nan, torch.inf
+    numbers = torch.arange(3)
+    drawn = draw_by_token(rows, numbers, numbers, numbers, philox.SAMPLE)
+    assert (drawn >= 0).all() and (drawn < 5_000).all()

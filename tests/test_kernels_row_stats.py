@@ -117,7 +117,8 @@ FILTERS = {"top_k": [1, 7, 40, 41, 300, 0, 0, 0, 50, 5000], "top_p": [1, 1, 1, 1
 @pytest.mark.parametrize("places", PLACES)
 def test_filters_of_words(places: str, temperature: float) -> None:
     """Where the threshold is among few groups of tokens, where among many, and where it is not worth a look at them."""
-    logits = word_logits(torch.Generator().manual_seed(7), TILED, places).expand(10, TILED)
+    # Not of seed 7: there the tokens that stay in one row have the mass that top-p wants to within two roundings.
+    logits = word_logits(torch.Generator().manual_seed(8), TILED, places).expand(10, TILED)
     filters = {name: torch.tensor(values) for name, values in FILTERS.items()}
     check_row_stats(logits.bfloat16(), torch.full((10,), temperature), **filters)
     where = dict(seed=torch.arange(10), position=torch.arange(10))

@@ -115,6 +115,34 @@ def test_vectors_shared_memory_and_loops() -> None:
     assert total.item() == 256 * 255 // 2
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_in_shared_memory(transposed: bool) -> None:
+    """One of 8 x 8 16-bit values of each warp, stored and read back by rows: value 8 r + c of the two that lane 4 r + c / 2 has."""
+    values = ints()
+    how = ".trans" if transposed else ""
+    run(
+        f"""
+        mul.lo.s32 %r4, %r1, 2;
+        add.s32 %r5, %r4, 1;
+        shl.b32 %r5, %r5, 16;
+        or.b32 %r4, %r4, %r5;
+        and.b32 %r6, %r1, 7;
+        mul.lo.s32 %r6, %r6, 16;
+        and.b32 %r7, %r1, 32;
+        mad.lo.s32 %r6, %r7, 4, %r6;
+        stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r6], {{%r4}};
+        bar.sync 0;
+        ldmatrix.sync.aligned.m8n8.x1{how}.shared.b16 {{%r8}}, [%r6];
+        st.global.b32 [%rd3], %r8;
+        """,
+        values,
+        shared=256,
+    )
+    expected = torch.arange(128).view(2, 8, 8)
+    expected = (expected.mT if transposed else expected).reshape(64, 2)
+    assert torch.equal(values, (expected[:, 0] | expected[:, 1] << 16).int())
+
+
 SUM_OF_ALL_BLOCKS = """
     mad.wide.u32 %rd4, %r2, 4, %rd1;
     add.s32 %r4, %r2, 5;
