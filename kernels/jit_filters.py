@@ -13,126 +13,30 @@ threshold is the largest t at which the amount at or above t is enough: at least
 
 Where the sample misled, or there is no room for what lies between (CANDIDATES logits), the bracket is halved and the
 row swept again; a row of at most SAMPLES tokens is its own sample and needs no sweep. So a filtered row is read once, and
-twice more at the most: to find the threshold, and where its tokens are drawn from; once more only for top-p behind a top-k of
-thousands. All but the first reading are of the groups that reach what may stay: of peaked rows a few in a hundred.
+mostly once more at the most; once more only for top-p behind a top-k of thousands. All but the first reading are of the groups
+that reach what may stay: of peaked rows a few in a hundred.
 """
 
-from inspect import signature
-
-import torch
 import triton
 import triton.language as tl
 
-from .jit_groups import (
-    CANDIDATES,
-    GROUPS,
-    SAMPLES,
-    STEP,
-    fetch_group_peaks,
-    group_ids,
-    group_peaks_at,
-    list_groups,
-    listed_groups,
-    search_at,
+from .jit_bounds import (
+    flat,
+    groups_bound,
+    key_logit,
+    least_mass,
+    logit_key,
+    middle_of,
+    sample_and_candidates,
+    sampled_bounds,
+    weight_of,
 )
-from .jit_rows import (
-    BLOCK_MASS,
-    BLOCK_PEAK,
-    LANES,
-    LOG2_E,
-    block_sum,
-    blocks_at,
-    fetch,
-    read,
-    tile_ids,
-    vocab_size_of,
-)
+from .jit_groups import CANDIDATES, STEP, fetch_group_peaks, group_ids, list_groups, listed_groups
+from .jit_rows import LANES, block_sum, read, vocab_size_of
 
 _FEW = tl.constexpr(32)  # groups: tried first under top-p, as what they have fits into CANDIDATES
 _AT_ONCE = tl.constexpr(1024)  # candidates
-_SAMPLES, _CANDIDATES = tl.constexpr(SAMPLES), tl.constexpr(CANDIDATES)
-# Triton 3.9 announces that 3.10 will not have it: elements are then moved through shared memory to be flat.
-_ANY_ORDER = tl.constexpr("can_reorder" in signature(tl.reshape).parameters)
-
-
-@triton.jit
-def logit_key(x, SHIFT: tl.constexpr):
-    """float32 to int32 in the same order. SHIFT drops the low bits that a 16-bit logit does not have."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
-
-
-@triton.jit
-def key_logit(key, SHIFT: tl.constexpr):
-    """The inverse of logit_key."""
-    bits = tl.where(key < 0, ((key << SHIFT) | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF, key << SHIFT)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _middle(low, high):
-    """Their mean, rounded down; low + high may be too large for an int32."""
-    return (low & high) + ((low ^ high) >> 1)
-
-
-@triton.jit
-def _weight(x, best, inverse_temperature):
-    """exp((x - best) / T)."""
-    return tl.exp2((x - best) * (inverse_temperature * LOG2_E))
-
-
-@triton.jit
-def _sampled_bounds(sample, samples, inverse_temperature, best, total, wanted, lowest, highest, SCALE: tl.constexpr,
-                    SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
-    """The largest keys at or above which there is surely and perhaps enough, as far as a sample can tell. Counts are
-    estimated from above, where top-k cuts, and masses from below, where no token is heavy."""
-    side = 1 - 2 * tl.arange(0, 2)  # surely, perhaps
-    lane = tl.arange(0, _SAMPLES)
-    x = fetch(sample + lane, lane < samples, float("-inf"))[None, :]
-    low, high = tl.full([2], lowest, tl.int32), tl.full([2], highest, tl.int32)
-    while tl.max((high > low + 1).to(tl.int32), axis=0) > 0:
-        middle = _middle(low, high)
-        above = x >= key_logit(middle, SHIFT)[:, None]
-        if BY_COUNT:
-            count = tl.sum(above.to(tl.float32), axis=1)
-            enough = count - side * (3 * tl.sqrt(count) + 3) >= wanted / SCALE
-        else:
-            below = tl.where(above, 0.0, _weight(x, best, inverse_temperature))
-            deviation = 3 * tl.sqrt(tl.sum(below * below, axis=1))
-            enough = SCALE * (tl.sum(below, axis=1) + side * deviation) <= total - wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    return tl.sum(tl.where(side > 0, low, 0), axis=0), tl.sum(tl.where(side < 0, low, 0), axis=0)
-
-
-@triton.jit
-def _groups_bound(peaks, wanted, lowest, highest, SHIFT: tl.constexpr):
-    """The largest key that so many groups reach, or `lowest`; and how many tokens are in those that do."""
-    low, high = lowest, highest
-    while high > low + 1:
-        middle = _middle(low, high)
-        enough = tl.sum((peaks >= key_logit(middle, SHIFT)).to(tl.int32), axis=0) >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    reached = (peaks >= key_logit(low, SHIFT)) & (peaks > float("-inf"))
-    return low, tl.sum(reached.to(tl.int32), axis=0) * LANES
-
-
-@triton.jit
-def _least_mass(memory, row, bound, best, inverse_temperature, NUM_GROUPS: tl.constexpr):
-    """No more than the sum of exp((x - best) / T) over x >= bound is: of each block the largest logits of its groups, or all that
-    it has but for what all its other tokens may have."""
-    block, part = tl.arange(0, NUM_GROUPS // GROUPS), tl.arange(0, GROUPS)
-    inside = block < memory[2]
-    at = group_peaks_at(memory, row) + block[:, None] * GROUPS + part[None, :]
-    peaks = fetch(at, inside[:, None], float("-inf"))
-    peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
-    mass = fetch(blocks_at(memory, BLOCK_MASS, row) + block, inside, 0.0)
-    by_peaks = tl.sum(tl.where(peaks >= bound, _weight(peaks, best, inverse_temperature), 0.0), axis=1)
-    by_mass = mass * _weight(peak, best, inverse_temperature) - _weight(bound, best, inverse_temperature) * (
-        GROUPS * LANES
-    )
-    return tl.sum(tl.where(peak >= bound, tl.maximum(by_peaks, by_mass), 0.0), axis=0)
+_CANDIDATES = tl.constexpr(CANDIDATES)
 
 
 @triton.jit
@@ -145,29 +49,20 @@ def _places(chosen):
 
 
 @triton.jit
-def _flat(number, x, SIZE: tl.constexpr):
-    """An int32 and a float32 tensor of SIZE elements as vectors of one and whatever order: stored from there, they stay in the
-    registers where they are. Packed into one meanwhile, so that it is the same order for both."""
-    both = (number.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    both = tl.reshape(both, [SIZE], can_reorder=True) if _ANY_ORDER else tl.reshape(both, [SIZE])
-    return (both >> 32).to(tl.int32), both.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_temperature, SHIFT: tl.constexpr,
            BY_COUNT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """One reading of the groups that reach `low`: count (only if BY_COUNT) and mass of what is at or above `high`, and of what is
     in [low, high); the latter is left as candidates, as far as there is room. low and high are keys. And the mass at or above
     the logit `cut`, if any; too little where that is below `low`."""
     least, most = key_logit(low, SHIFT), key_logit(high, SHIFT)
-    _, candidates = _sample_and_candidates(memory, row)
+    _, candidates = sample_and_candidates(memory, row)
     over, found = tl.zeros([BLOCKS], tl.int32), tl.zeros([], tl.int32)
     over_mass, within_mass = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32)
     uncut_mass = tl.zeros([BLOCKS], tl.float32)
     groups = list_groups(memory, row, least, NUM_GROUPS)
     for start in range(0, groups, STEP * BLOCKS):
         x = read(rows, batch, column, group_ids(listed_groups(rows, memory, row, start, groups, BLOCKS)))
-        weight = _weight(x, best, inverse_temperature)
+        weight = weight_of(x, best, inverse_temperature)
         if cut is not None:
             uncut_mass += block_sum(tl.where(x >= cut, weight, 0.0))
         above = x >= most
@@ -177,7 +72,7 @@ def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_tempe
         over_mass += block_sum(tl.where(above, weight, 0.0))
         within_mass += block_sum(tl.where(within, weight, 0.0))
         place, count = _places(within.to(tl.int32))
-        place, x = _flat(tl.where(within, found + place, _CANDIDATES), x, STEP * BLOCKS * LANES)
+        place, x = flat(tl.where(within, found + place, _CANDIDATES), x, STEP * BLOCKS * LANES)
         tl.store(candidates + place, x, mask=place < _CANDIDATES)
         found += count
     tl.debug_barrier()  # the candidates are read by other threads than wrote them
@@ -194,19 +89,19 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
     peaks = fetch_group_peaks(memory, row, tl.arange(0, NUM_GROUPS))
     floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
     if BY_COUNT:
-        low, tokens = _groups_bound(peaks, wanted.to(tl.int32), lowest, highest, SHIFT)
+        low, tokens = groups_bound(peaks, wanted.to(tl.int32), lowest, highest, SHIFT)
         floor, promising = low, tokens <= _CANDIDATES
     else:
         light = (total - wanted) / (2 * vocab_size_of(rows))  # tokens that weigh no more may all be left out
         floor = tl.maximum(lowest, logit_key(best + tl.log(light) / inverse_temperature, SHIFT))
-        low, tokens = _groups_bound(peaks, _FEW, floor, highest, SHIFT)
-        mass = _least_mass(memory, row, key_logit(low, SHIFT), best, inverse_temperature, NUM_GROUPS)
+        low, tokens = groups_bound(peaks, _FEW, floor, highest, SHIFT)
+        mass = least_mass(memory, row, key_logit(low, SHIFT), best, inverse_temperature, NUM_GROUPS)
         promising = (tokens <= _CANDIDATES) & (mass >= wanted)
     high = highest
     if not promising:
-        sample, _ = _sample_and_candidates(memory, row)
+        sample, _ = sample_and_candidates(memory, row)
         samples = tl.cdiv(vocab_size_of(rows), SCALE)
-        low, perhaps = _sampled_bounds(
+        low, perhaps = sampled_bounds(
             sample, samples, inverse_temperature, best, total, wanted, floor, highest, SCALE, SHIFT, BY_COUNT
         )  # fmt: skip
         high = tl.where(leave_top, tl.minimum(tl.maximum(perhaps, low) + 1, highest), highest)
@@ -226,7 +121,7 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
         floor = tl.where(too_low, high, tl.where(too_high, floor, low))
         ceiling = tl.where(too_low, ceiling, tl.where(too_high, low, high))
         searching = too_low | too_high | ((found > _CANDIDATES) & (high > low + 1))
-        low = tl.where(searching & (ceiling > floor + 1), _middle(floor, ceiling), floor)
+        low = tl.where(searching & (ceiling > floor + 1), middle_of(floor, ceiling), floor)
         high = ceiling
     return low, high, over, over_mass, found, within_mass, uncut_mass
 
@@ -238,13 +133,13 @@ def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse
     lane = tl.arange(0, _AT_ONCE)
     mass = over_mass + within_mass
     while high > low + 1:
-        middle = _middle(low, high)
+        middle = middle_of(low, high)
         least = key_logit(middle, SHIFT)
         counts, masses = tl.zeros([_AT_ONCE], tl.int32), tl.zeros([_AT_ONCE], tl.float32)
         for start in range(0, found, _AT_ONCE):
             x = tl.load(values + start + lane, mask=start + lane < found, other=float("-inf"))
             counts += (x >= least).to(tl.int32)
-            masses += tl.where(x >= least, _weight(x, best, inverse_temperature), 0.0)
+            masses += tl.where(x >= least, weight_of(x, best, inverse_temperature), 0.0)
         here = over_mass + tl.sum(masses, axis=0)
         enough = here >= wanted
         if BY_COUNT:
@@ -263,7 +158,7 @@ def _mass_from(rows, batch, column, row, memory, threshold, best, inverse_temper
     groups = list_groups(memory, row, threshold, NUM_GROUPS)
     for start in range(0, groups, STEP * BLOCKS):
         x = read(rows, batch, column, group_ids(listed_groups(rows, memory, row, start, groups, BLOCKS)))
-        total += block_sum(tl.where(x >= threshold, _weight(x, best, inverse_temperature), 0.0))
+        total += block_sum(tl.where(x >= threshold, weight_of(x, best, inverse_temperature), 0.0))
     return tl.sum(total, axis=0)
 
 
@@ -295,7 +190,7 @@ def find_threshold(
     if (k > 0) | (p < 1):
         whole: tl.constexpr = SAMPLE_SHIFT == 0
         scale: tl.constexpr = 1 << SAMPLE_SHIFT
-        sample, candidates = _sample_and_candidates(memory, row)
+        sample, candidates = sample_and_candidates(memory, row)
         # What is known of the logits in `values`: all those in [low, high), besides `over` that are above.
         low, high = lowest, highest
         over, over_mass = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
@@ -344,25 +239,6 @@ def find_threshold(
 
 
 @triton.jit
-def _sample_and_candidates(memory, row):
-    """Pointers to the sample and the candidates of a row."""
-    return search_at(memory, row), search_at(memory, row) + _SAMPLES
-
-
-@triton.jit
-def leave_sample(x, tile, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample."""
-    sample, _ = _sample_and_candidates(memory, row)
-    # Of 8 neighbours, which a thread has, one at the most is chosen: the first. The others then have no store that is skipped.
-    APART: tl.constexpr = 1 << min(SAMPLE_SHIFT, 3)
-    x = tl.reshape(x, [BLOCK // LANES, BLOCKS, LANES // APART, APART])
-    x = tl.max(tl.where(tl.arange(0, APART)[None, None, None, :] == 0, x, float("-inf")), axis=3)
-    ids, x = _flat(tile_ids(tile, BLOCKS, BLOCK, APART), x, BLOCKS * BLOCK // APART)
-    chosen = ((ids & ((1 << SAMPLE_SHIFT) - 1)) == 0) & (ids < vocab_size_of(rows))
-    tl.store(sample + (ids >> SAMPLE_SHIFT), x, mask=chosen)
-
-
-@triton.jit
 def filter_row(
     rows, batch, column, row, memory, best, total, inverse_temperature, greedy, filters,
     SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -374,13 +250,3 @@ def filter_row(
             rows, batch, column, row, memory, best, total, inverse_temperature, filters, SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
         )  # fmt: skip
     return threshold, mass
-
-
-def sample_shift(vocab_size: int) -> int:
-    """How coarse a sample has at most SAMPLES tokens: every 2**shift-th."""
-    return max(0, (vocab_size - 1).bit_length() - SAMPLES.bit_length() + 1)
-
-
-def key_shift(dtype: torch.dtype, biased: bool) -> int:
-    """The low bits that a logit of this dtype does not have as a float32."""
-    return 0 if biased else {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)

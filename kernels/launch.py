@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .jit_filters import key_shift, sample_shift
+from .jit_bounds import key_shift, sample_shift
 from .jit_groups import GROUPS, group_floats
 from .jit_rows import BLOCK, THREADS, TILE_BLOCKS, floats_per_row
 from .numerics import spread

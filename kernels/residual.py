@@ -43,27 +43,29 @@ _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 
 
 @triton.jit
-def residual_weights(x, y, shifts, inverse_temperature):
+def residual_weights(x, y, shifts, inverse_temperature, FILTERED: tl.constexpr):
     """log2(s p) and q / (s p) of tokens with logits x and y; log max(s p - q, 0) = log(s p) + log(1 - ratio).
 
-    shifts = (lse of p - log s, lse of q, threshold of p, threshold of q). The ratio is NaN where both are 0.
+    shifts = (lse of p - log s, lse of q, threshold of p if FILTERED, threshold of q). The ratio is NaN where both are 0.
     """
     p_shift, q_shift, threshold, draft_threshold = shifts
     scale = inverse_temperature * LOG2_E
-    log_p = tl.where(x >= threshold, x * scale - p_shift * LOG2_E, float("-inf"))
-    log_q = tl.where(y >= draft_threshold, y * scale - q_shift * LOG2_E, float("-inf"))
+    log_p = tl.fma(x, scale, -p_shift * LOG2_E)
+    if FILTERED:
+        log_p = tl.where(x >= threshold, log_p, float("-inf"))
+    log_q = tl.where(y >= draft_threshold, tl.fma(y, scale, -q_shift * LOG2_E), float("-inf"))
     return log_p, tl.exp2(log_q - log_p)
 
 
 @triton.jit
-def _draw_from_residual(rows, draft, batch, column, mass, shifts, inverse_temperature, noise, NUM_BLOCKS: tl.constexpr,
-                        BLOCK: tl.constexpr):  # fmt: skip
+def _draw_from_residual(rows, draft, batch, column, mass, shifts, inverse_temperature, noise, FILTERED: tl.constexpr,
+                        NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A token of the row's residual, whose blocks have these masses [NUM_BLOCKS], and whether there is any."""
     log_mass = tl.where(mass > 0, tl.log(mass), float("-inf"))
     start = choose_block(log_mass, noise, NUM_BLOCKS) * BLOCK
     ids = start + tl.arange(0, BLOCK)
     x, y = read(rows, batch, column, ids), read(draft, batch, column, ids)
-    log_p, ratio = residual_weights(x, y, shifts, inverse_temperature)
+    log_p, ratio = residual_weights(x, y, shifts, inverse_temperature, FILTERED)
     weight = tl.where(ratio < 1, log_p / LOG2_E + log1m(tl.where(ratio < 1, ratio, 0.0)), float("-inf"))
     return choose_token(weight, ids, start, noise, BLOCK), tl.max(log_mass, axis=0) > float("-inf")
 
@@ -111,7 +113,7 @@ def residual_kernel(
             read_raw(drafts, batch, column, ids),
         )  # without NaN, or they would not be fit
         shifts = _shifts(row, row - batch, memory, draft_threshold, draft_lse, METHOD)
-        log_p, ratio = residual_weights(x, y, shifts, inverse_temperature)
+        log_p, ratio = residual_weights(x, y, shifts, inverse_temperature, FILTERED)
         mass = block_sum(tl.where(ratio < 1, tl.exp2(log_p) * (1 - ratio), 0.0))
         block = tile * BLOCKS + tl.arange(0, BLOCKS)
         tl.store(blocks_at(memory, BLOCK_RESIDUAL_MASS, row) + block, mass, mask=block < num_blocks)
@@ -169,7 +171,7 @@ def _decide(
         shifts = _shifts(decider, decider - batch, memory, draft_threshold, draft_lse, METHOD)
         next_token, found = _draw_from_residual(
             rows, drafts, batch, count, block_mass, shifts, inverse_temperature, (seed, first + count, first, RESIDUAL),
-            NUM_BLOCKS, BLOCK,
+            FILTERED, NUM_BLOCKS, BLOCK,
         )  # fmt: skip
         flags |= tl.where(found, 0, _EMPTY_RESIDUAL)
     valid = tl.abs(row_lse) < float("inf")

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_filters import filter_row, leave_sample
+from .jit_bounds import leave_sample
+from .jit_filters import filter_row
 from .jit_groups import leave_group_peaks, room_for_search
 from .jit_rows import arrive, fetch_stats, leave_stats, load_temperature, log_sum_exp, read_raw, tile_ids
 from .launch import as_rows, empty_stats, is_filtered, row_arguments, shape_arguments, view, vocabulary_view

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .jit_bounds import leave_sample
 from .jit_draw import draw_by_token
-from .jit_filters import filter_row, leave_sample
+from .jit_filters import filter_row
 from .jit_groups import leave_group_peaks, room_for_search
 from .jit_rows import (
     arrive,

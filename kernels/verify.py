@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .jit_bounds import leave_sample
 from .jit_draw import draw_in_two_levels, leave_kept_masses
-from .jit_filters import leave_sample
 from .jit_groups import leave_group_peaks, room_for_search
 from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
 from .jit_rows import (

@@ -132,7 +132,7 @@ def test_a_wrong_law_is_caught(target: PreTrainedModel) -> None:
 
     draft = Lying(perturbed(target, 0.3))
     llm = engine.load(target, drafter=draft, num_draft_tokens=3, max_batch_size=4096)
-    assert p_value(llm, target, SETTINGS[0], SAMPLES // 4) < 1e-6
+    assert p_value(llm, target, SETTINGS[0], SAMPLES // 3) < 1e-6
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])

@@ -130,7 +130,7 @@ def test_a_run_from_prompts_to_a_drafter(name: str, target: Path, whole: Path, t
     assert llm.stats.draft_tokens > 20
     assert drafted == texts_of(target, None)[0]
     card = (out / "README.md").read_text()
-    assert f"method: {METHODS[name].get('method', 'eagle3')}" in card and "228 to learn from, 60 held back" in card
+    assert f"method: {METHODS[name].get('method', 'eagle3')}" in card and "222 to learn from, 60 held back" in card
     assert "`python -m engine generate --chat --target TARGET" in card
     assert ("freeze_head" in card) == name.startswith("eagle3")
     assert ("but for this engine alone" in card) == name.startswith("eagle3")  # two layers are too few for others

@@ -1,0 +1,135 @@
+"""Where the search for a filter's threshold begins: keys of logits, a sample of the row, and bounds from it and from groups.
+
+See jit_filters.py, which searches between the bounds.
+"""
+
+from inspect import signature
+
+import torch
+import triton
+import triton.language as tl
+
+from .jit_groups import GROUPS, SAMPLES, group_peaks_at, search_at
+from .jit_rows import BLOCK_MASS, BLOCK_PEAK, LANES, LOG2_E, blocks_at, fetch, tile_ids, vocab_size_of
+
+_SAMPLES = tl.constexpr(SAMPLES)
+# Triton 3.9 announces that 3.10 will not have it: elements are then moved through shared memory to be flat.
+_ANY_ORDER = tl.constexpr("can_reorder" in signature(tl.reshape).parameters)
+
+
+@triton.jit
+def logit_key(x, SHIFT: tl.constexpr):
+    """float32 to int32 in the same order. SHIFT drops the low bits that a 16-bit logit does not have."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
+
+
+@triton.jit
+def key_logit(key, SHIFT: tl.constexpr):
+    """The inverse of logit_key."""
+    bits = tl.where(key < 0, ((key << SHIFT) | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF, key << SHIFT)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def middle_of(low, high):
+    """Their mean, rounded down; low + high may be too large for an int32."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
+def weight_of(x, best, inverse_temperature):
+    """exp((x - best) / T)."""
+    return tl.exp2((x - best) * (inverse_temperature * LOG2_E))
+
+
+@triton.jit
+def flat(number, x, SIZE: tl.constexpr):
+    """An int32 and a float32 tensor of SIZE elements as vectors of one and whatever order: stored from there, they stay in the
+    registers where they are. Packed into one meanwhile, so that it is the same order for both."""
+    both = (number.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    both = tl.reshape(both, [SIZE], can_reorder=True) if _ANY_ORDER else tl.reshape(both, [SIZE])
+    return (both >> 32).to(tl.int32), both.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sample_and_candidates(memory, row):
+    """Pointers to the sample and the candidates of a row."""
+    return search_at(memory, row), search_at(memory, row) + _SAMPLES
+
+
+@triton.jit
+def leave_sample(x, tile, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample."""
+    sample, _ = sample_and_candidates(memory, row)
+    # Of 8 neighbours, which a thread has, one at the most is chosen: the first. The others then have no store that is skipped.
+    APART: tl.constexpr = 1 << min(SAMPLE_SHIFT, 3)
+    x = tl.reshape(x, [BLOCK // LANES, BLOCKS, LANES // APART, APART])
+    x = tl.max(tl.where(tl.arange(0, APART)[None, None, None, :] == 0, x, float("-inf")), axis=3)
+    ids, x = flat(tile_ids(tile, BLOCKS, BLOCK, APART), x, BLOCKS * BLOCK // APART)
+    chosen = ((ids & ((1 << SAMPLE_SHIFT) - 1)) == 0) & (ids < vocab_size_of(rows))
+    tl.store(sample + (ids >> SAMPLE_SHIFT), x, mask=chosen)
+
+
+@triton.jit
+def sampled_bounds(sample, samples, inverse_temperature, best, total, wanted, lowest, highest, SCALE: tl.constexpr,
+                    SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
+    """The largest keys at or above which there is surely and perhaps enough, as far as a sample can tell. Counts are
+    estimated from above, where top-k cuts, and masses from below, where no token is heavy."""
+    side = 1 - 2 * tl.arange(0, 2)  # surely, perhaps
+    lane = tl.arange(0, _SAMPLES)
+    x = fetch(sample + lane, lane < samples, float("-inf"))[None, :]
+    low, high = tl.full([2], lowest, tl.int32), tl.full([2], highest, tl.int32)
+    while tl.max((high > low + 1).to(tl.int32), axis=0) > 0:
+        middle = middle_of(low, high)
+        above = x >= key_logit(middle, SHIFT)[:, None]
+        if BY_COUNT:
+            count = tl.sum(above.to(tl.float32), axis=1)
+            enough = count - side * (3 * tl.sqrt(count) + 3) >= wanted / SCALE
+        else:
+            below = tl.where(above, 0.0, weight_of(x, best, inverse_temperature))
+            deviation = 3 * tl.sqrt(tl.sum(below * below, axis=1))
+            enough = SCALE * (tl.sum(below, axis=1) + side * deviation) <= total - wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return tl.sum(tl.where(side > 0, low, 0), axis=0), tl.sum(tl.where(side < 0, low, 0), axis=0)
+
+
+@triton.jit
+def groups_bound(peaks, wanted, lowest, highest, SHIFT: tl.constexpr):
+    """The largest key that so many groups reach, or `lowest`; and how many tokens are in those that do."""
+    low, high = lowest, highest
+    while high > low + 1:
+        middle = middle_of(low, high)
+        enough = tl.sum((peaks >= key_logit(middle, SHIFT)).to(tl.int32), axis=0) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    reached = (peaks >= key_logit(low, SHIFT)) & (peaks > float("-inf"))
+    return low, tl.sum(reached.to(tl.int32), axis=0) * LANES
+
+
+@triton.jit
+def least_mass(memory, row, bound, best, inverse_temperature, NUM_GROUPS: tl.constexpr):
+    """No more than the sum of exp((x - best) / T) over x >= bound is: of each block the largest logits of its groups, or all that
+    it has but for what all its other tokens may have."""
+    block, part = tl.arange(0, NUM_GROUPS // GROUPS), tl.arange(0, GROUPS)
+    inside = block < memory[2]
+    at = group_peaks_at(memory, row) + block[:, None] * GROUPS + part[None, :]
+    peaks = fetch(at, inside[:, None], float("-inf"))
+    peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
+    mass = fetch(blocks_at(memory, BLOCK_MASS, row) + block, inside, 0.0)
+    by_peaks = tl.sum(tl.where(peaks >= bound, weight_of(peaks, best, inverse_temperature), 0.0), axis=1)
+    by_mass = mass * weight_of(peak, best, inverse_temperature) - weight_of(bound, best, inverse_temperature) * (
+        GROUPS * LANES
+    )
+    return tl.sum(tl.where(peak >= bound, tl.maximum(by_peaks, by_mass), 0.0), axis=0)
+
+
+def sample_shift(vocab_size: int) -> int:
+    """How coarse a sample has at most SAMPLES tokens: every 2**shift-th."""
+    return max(0, (vocab_size - 1).bit_length() - SAMPLES.bit_length() + 1)
+
+
+def key_shift(dtype: torch.dtype, biased: bool) -> int:
+    """The low bits that a logit of this dtype does not have as a float32."""
+    return 0 if biased else {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
