@@ -63,7 +63,7 @@ def leave_sample(x, tile, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS:
     """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample."""
     sample, _ = sample_and_candidates(memory, row)
     # Of 8 neighbours, which a thread has, one at the most is chosen: the first. The others then have no store that is skipped.
-    APART: tl.constexpr = 1 << min(SAMPLE_SHIFT, 3)
+    APART: tl.constexpr = 1 << (3 if SAMPLE_SHIFT > 3 else SAMPLE_SHIFT)
     x = tl.reshape(x, [BLOCK // LANES, BLOCKS, LANES // APART, APART])
     x = tl.max(tl.where(tl.arange(0, APART)[None, None, None, :] == 0, x, float("-inf")), axis=3)
     ids, x = flat(tile_ids(tile, BLOCKS, BLOCK, APART), x, BLOCKS * BLOCK // APART)

@@ -17,15 +17,9 @@ GROUPS = tl.constexpr(BLOCK // LANES.value)  # of a block
 # top-p at most 10,000 tokens of 262,144 with normally distributed logits, is to fit into CANDIDATES.
 SAMPLES, CANDIDATES = 4096, 10240
 assert LANES.value == philox.GROUP  # one and the same groups
-_ROOM = tl.constexpr(SAMPLES + CANDIDATES)
+SEARCH_ROOM = tl.constexpr(SAMPLES + CANDIDATES)
 MOST_LISTED = tl.constexpr(2 * TILE_BLOCKS)  # groups of a race at once
 STEP = tl.constexpr(2)  # times BLOCKS groups are read at once: half as many tokens as a tile has
-
-
-@triton.jit
-def room_for_search(FILTERED: tl.constexpr):
-    """float32 numbers per row, a constant."""
-    return tl.constexpr(_ROOM if FILTERED else 0)
 
 
 @triton.jit
@@ -54,7 +48,7 @@ def race_at(memory, row):
 
 def group_floats(num_blocks: int, filtered: bool) -> int:
     """Scratch memory per row that groups take, and filters."""
-    return (_ROOM.value if filtered else 0) + 2 * GROUPS.value * num_blocks + 3 * MOST_LISTED.value
+    return (SEARCH_ROOM.value if filtered else 0) + 2 * GROUPS.value * num_blocks + 3 * MOST_LISTED.value
 
 
 @triton.jit

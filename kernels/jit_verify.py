@@ -73,12 +73,6 @@ def leave_row(
 
 
 @triton.jit
-def blocks_at_once(WIDTH: tl.constexpr, NUM_BLOCKS: tl.constexpr):
-    """Of how many blocks of all the rows of a sequence there is room in registers."""
-    return tl.constexpr(min(NUM_BLOCKS, max(16, 512 // WIDTH)))
-
-
-@triton.jit
 def fetch_rows(row, inside, memory):
     """Threshold, lse, own token and entropy of the rows [WIDTH] of a sequence."""
     threshold = fetch(row_at(memory, ROW_THRESHOLD, row), inside, 0.0)
@@ -89,14 +83,13 @@ def fetch_rows(row, inside, memory):
 
 @triton.jit
 def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD: tl.constexpr, WIDTH: tl.constexpr,
-                NUM_BLOCKS: tl.constexpr):  # fmt: skip
-    """As `fetch_rows`, of rows that have no work of their own. x_left_out [WIDTH]: the logit of the token that is not in their
-    blocks."""
-    COUNT: tl.constexpr = blocks_at_once(WIDTH, NUM_BLOCKS)
+                AT_ONCE: tl.constexpr):  # fmt: skip
+    """As `fetch_rows`, of rows that have no work of their own, from AT_ONCE of their blocks at once. x_left_out [WIDTH]: the logit of
+    the token that is not in their blocks."""
     best, own = tl.full([WIDTH], float("-inf"), tl.float32), tl.full([WIDTH], NO_ID, tl.int32)
     total, heat = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
-    for start in range(0, memory[2], COUNT):
-        block = start + tl.arange(0, COUNT)[None, :]
+    for start in range(0, memory[2], AT_ONCE):
+        block = start + tl.arange(0, AT_ONCE)[None, :]
         known = inside[:, None] & (block < memory[2])
         peak = fetch(blocks_at(memory, BLOCK_PEAK, row[:, None]) + block, known, float("-inf"))
         mass = fetch(blocks_at(memory, BLOCK_MASS, row[:, None]) + block, known, 0.0)

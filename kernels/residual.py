@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .jit_draw import choose_block, choose_token, draw_in_two_levels, leave_kept_masses
-from .jit_groups import room_for_search
+from .jit_groups import SEARCH_ROOM
 from .jit_random import RESIDUAL, SAMPLE, log1m
 from .jit_rows import (
     BLOCK_RESIDUAL_MASS,
@@ -36,7 +36,7 @@ from .jit_rows import (
     row_at,
     tile_ids,
 )
-from .jit_verify import block_length, blocks_at_once, store_verdict
+from .jit_verify import block_length, store_verdict
 from .records import Status
 
 _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
@@ -89,13 +89,13 @@ def residual_kernel(
     logprobs,  # [B, K+1] float32, or None; likewise
     scratch, counters,
     num_rows, width, num_tiles, num_blocks,
-    METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr,
+    METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, drafts, memory = (
         (target, bias, mask),
         (draft, bias, mask),
-        (scratch, num_rows, num_blocks, room_for_search(FILTERED)),
+        (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0),
     )
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pending = tl.load(as_int(row_at(memory, ROW_PENDING, batch * width)))
@@ -121,7 +121,7 @@ def residual_kernel(
             sequence = (draft_tokens, draft_threshold, draft_lse, tl.load(seed + batch), tl.load(position + batch))
             _decide(
                 rows, drafts, batch, width, pending, inverse_temperature, memory, sequence,
-                (tokens, num_accepted, status, logprobs), METHOD, FILTERED, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
+                (tokens, num_accepted, status, logprobs), METHOD, FILTERED, WIDTH, AT_ONCE, NUM_BLOCKS, BLOCKS, BLOCK,
             )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def _shifts(row, draft_row, memory, draft_threshold, draft_lse, METHOD: tl.const
 @triton.jit
 def _decide(
     rows, drafts, batch, width, pending, inverse_temperature, memory, sequence, outputs,
-    METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr,
+    METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How many drafts stand, under block, and the next token of a sequence whose residual masses are known."""
@@ -153,10 +153,9 @@ def _decide(
     rejected = count >= 0
     if METHOD == "block":
         prefix = tl.load(row_at(memory, ROW_PREFIX, row), mask=inside, other=1.0)
-        COUNT: tl.constexpr = blocks_at_once(WIDTH, NUM_BLOCKS)
         mass = tl.zeros([WIDTH], tl.float32)
-        for start in range(0, memory[2], COUNT):
-            block = start + tl.arange(0, COUNT)[None, :]
+        for start in range(0, memory[2], AT_ONCE):
+            block = start + tl.arange(0, AT_ONCE)[None, :]
             known = (column < pending)[:, None] & (block < memory[2])
             mass += tl.sum(fetch(blocks_at(memory, BLOCK_RESIDUAL_MASS, row[:, None]) + block, known, 0.0), axis=1)
         count = block_length(prefix, mass, pending, seed, first, column)

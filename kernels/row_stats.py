@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .jit_bounds import leave_sample
 from .jit_filters import filter_row
-from .jit_groups import leave_group_peaks, room_for_search
+from .jit_groups import SEARCH_ROOM, leave_group_peaks
 from .jit_rows import arrive, fetch_stats, leave_stats, load_temperature, log_sum_exp, read_raw, tile_ids
 from .launch import as_rows, empty_stats, is_filtered, row_arguments, shape_arguments, view, vocabulary_view
 from .records import RowStats
@@ -35,7 +35,7 @@ def row_stats_kernel(
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks, room_for_search(FILTERED))
+    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
     ids = tile_ids(tile, BLOCKS, BLOCK)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .jit_bounds import leave_sample
 from .jit_draw import draw_by_token
 from .jit_filters import filter_row
-from .jit_groups import leave_group_peaks, room_for_search
+from .jit_groups import SEARCH_ROOM, leave_group_peaks
 from .jit_rows import (
     arrive,
     fetch_stats,
@@ -52,7 +52,7 @@ def sample_kernel(
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks, room_for_search(FILTERED))
+    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
     ids = tile_ids(tile, BLOCKS, BLOCK)

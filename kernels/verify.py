@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .jit_bounds import leave_sample
 from .jit_draw import draw_in_two_levels, leave_kept_masses
-from .jit_groups import leave_group_peaks, room_for_search
+from .jit_groups import SEARCH_ROOM, leave_group_peaks
 from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
 from .jit_rows import (
     BLOCK_HEAT,
@@ -86,12 +86,13 @@ def verify_kernel(
     num_rows, width, num_tiles, num_blocks,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,  # a power of two >= K+1
+    AT_ONCE: tl.constexpr,  # blocks of all rows of a sequence that are held in registers
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     BY_ROW: tl.constexpr = FILTERED or METHOD == "coupled"  # a row has work of its own, before that of its sequence
     MASSES: tl.constexpr = METHOD != "coupled" or FILTERED or logprobs is not None
     LEAVE_OUT: tl.constexpr = draft is None and not FILTERED and (METHOD == "rejection" or METHOD == "block")
-    rows, memory = (target, bias, mask), (scratch, num_rows, num_blocks, room_for_search(FILTERED))
+    rows, memory = (target, bias, mask), (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
 
@@ -133,13 +134,13 @@ def verify_kernel(
             if arrive(counters + num_rows + batch, width):
                 _decide(
                     rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
-                    METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
+                    METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, AT_ONCE, NUM_BLOCKS, BLOCKS, BLOCK,
                 )  # fmt: skip
     else:
         if arrive(counters + num_rows + batch, width * num_tiles):
             _decide(
                 rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
-                METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, NUM_BLOCKS, BLOCKS, BLOCK,
+                METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, AT_ONCE, NUM_BLOCKS, BLOCKS, BLOCK,
             )  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def _own_noise(seed, position, batch, column):
 def _decide(
     rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, BY_ROW: tl.constexpr, LEAVE_OUT: tl.constexpr,
-    WIDTH: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Test a sequence's drafts and emit its tokens; or leave to the second launch what needs the drafts' rows."""
     draft_tokens, draft, draft_threshold, draft_lse, seed, position, inverse_temperature, greedy = sequence
@@ -176,7 +177,7 @@ def _decide(
         if LEAVE_OUT:
             x_left_out = tl.where(greedy, x_left_out, x)
         threshold, lse, own, entropy = from_blocks(
-            row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, WIDTH, NUM_BLOCKS
+            row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, WIDTH, AT_ONCE
         )
     p = tl.where((x >= threshold) & (x > float("-inf")), tl.exp(x * inverse_temperature - lse), 0.0)
     fit, q, flags = fit_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy)
@@ -296,6 +297,7 @@ def verify(
         ),
         **verdict._asdict(),
         WIDTH=triton.next_power_of_2(width),
+        AT_ONCE=min(shape["NUM_BLOCKS"], max(16, 512 // triton.next_power_of_2(width))),
         METHOD=method,
     )
     with torch.cuda.device_of(target_logits):
