@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .jit_groups import GROUPS, SAMPLES, group_peaks_at, search_at
-from .jit_rows import BLOCK_MASS, BLOCK_PEAK, LANES, LOG2_E, blocks_at, fetch, tile_ids, vocab_size_of
+from .jit_rows import BLOCK_MASS, BLOCK_PEAK, LANES, LOG2_E, blocks_at, fetch, tile_ids
 
 _SAMPLES = tl.constexpr(SAMPLES)
 # Triton 3.9 announces that 3.10 will not have it: elements are then moved through shared memory to be flat.
@@ -59,40 +59,50 @@ def sample_and_candidates(memory, row):
 
 
 @triton.jit
-def leave_sample(x, tile, rows, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample."""
+def leave_sample(x, tile, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample, which so ends with up to a tile's share of -inf."""
     sample, _ = sample_and_candidates(memory, row)
     # Of 8 neighbours, which a thread has, one at the most is chosen: the first. The others then have no store that is skipped.
     APART: tl.constexpr = 1 << (3 if SAMPLE_SHIFT > 3 else SAMPLE_SHIFT)
     x = tl.reshape(x, [BLOCK // LANES, BLOCKS, LANES // APART, APART])
     x = tl.max(tl.where(tl.arange(0, APART)[None, None, None, :] == 0, x, float("-inf")), axis=3)
     ids, x = flat(tile_ids(tile, BLOCKS, BLOCK, APART), x, BLOCKS * BLOCK // APART)
-    chosen = ((ids & ((1 << SAMPLE_SHIFT) - 1)) == 0) & (ids < vocab_size_of(rows))
-    tl.store(sample + (ids >> SAMPLE_SHIFT), x, mask=chosen)
+    tl.store(sample + (ids >> SAMPLE_SHIFT), x, mask=(ids & ((1 << SAMPLE_SHIFT) - 1)) == 0)
 
 
 @triton.jit
-def sampled_bounds(sample, samples, inverse_temperature, best, total, wanted, lowest, highest, SCALE: tl.constexpr,
-                    SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
+def _seems_enough(y, bound, total, by_count, wanted, deviations, SCALE: tl.constexpr):
+    """Whether there is enough at or above a bound, going by a sample y and allowing for so many standard deviations."""
+    above = y >= bound
+    if by_count:
+        count = tl.sum(above.to(tl.float32), axis=0)
+        enough = count - deviations * (tl.sqrt(count) + 1) >= wanted / SCALE
+    else:
+        below = tl.where(above, 0.0, y)
+        deviation = tl.sqrt(tl.sum(below * below, axis=0))
+        enough = SCALE * (tl.sum(below, axis=0) + deviations * deviation) <= total - wanted
+    return enough
+
+
+@triton.jit
+def sampled_bounds(sample, samples, inverse_temperature, best, total, by_count, wanted, lowest, highest,
+                   SCALE: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
     """The largest keys at or above which there is surely and perhaps enough, as far as a sample can tell. Counts are
     estimated from above, where top-k cuts, and masses from below, where no token is heavy."""
-    side = 1 - 2 * tl.arange(0, 2)  # surely, perhaps
     lane = tl.arange(0, _SAMPLES)
-    x = fetch(sample + lane, lane < samples, float("-inf"))[None, :]
-    low, high = tl.full([2], lowest, tl.int32), tl.full([2], highest, tl.int32)
-    while tl.max((high > low + 1).to(tl.int32), axis=0) > 0:
-        middle = middle_of(low, high)
-        above = x >= key_logit(middle, SHIFT)[:, None]
-        if BY_COUNT:
-            count = tl.sum(above.to(tl.float32), axis=1)
-            enough = count - side * (3 * tl.sqrt(count) + 3) >= wanted / SCALE
-        else:
-            below = tl.where(above, 0.0, weight_of(x, best, inverse_temperature))
-            deviation = 3 * tl.sqrt(tl.sum(below * below, axis=1))
-            enough = SCALE * (tl.sum(below, axis=1) + side * deviation) <= total - wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    return tl.sum(tl.where(side > 0, low, 0), axis=0), tl.sum(tl.where(side < 0, low, 0), axis=0)
+    y = fetch(sample + lane, lane < samples, float("-inf"))
+    y = tl.where(by_count, y, weight_of(y, best, inverse_temperature))  # has the same order
+    surely, low = lowest, lowest
+    for side in range(2):  # surely, perhaps
+        high = highest
+        while high > low + 1:
+            middle = middle_of(low, high)
+            bound = key_logit(middle, SHIFT)
+            bound = tl.where(by_count, bound, weight_of(bound, best, inverse_temperature))
+            enough = _seems_enough(y, bound, total, by_count, wanted, 3 - 6 * side, SCALE)
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        surely = tl.where(side == 0, low, surely)
+    return surely, low
 
 
 @triton.jit

@@ -41,7 +41,7 @@ _CANDIDATES = tl.constexpr(CANDIDATES)
 
 @triton.jit
 def _places(chosen):
-    """Numbers from 0 on for the chosen tokens of a step, int32 0 or 1, in an order of their own; and how many there are."""
+    """Of the int32 numbers of a step's tokens: for each the sum of those before it, in an order of their own; and the sum of all."""
     counts = tl.sum(chosen, axis=2)  # [2, BLOCKS]
     totals = tl.sum(counts, axis=0)
     first = (tl.cumsum(totals, axis=0) - totals)[None, :] + tl.cumsum(counts, axis=0) - counts
@@ -50,13 +50,13 @@ def _places(chosen):
 
 @triton.jit
 def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_temperature, SHIFT: tl.constexpr,
-           BY_COUNT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """One reading of the groups that reach `low`: count (only if BY_COUNT) and mass of what is at or above `high`, and of what is
-    in [low, high); the latter is left as candidates, as far as there is room. low and high are keys. And the mass at or above
+           NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    """One reading of the groups that reach `low`: count and mass of what is at or above `high`, and of what is in [low, high); the
+    latter is left as candidates, as far as there is room. low and high are keys. And the mass at or above
     the logit `cut`, if any; too little where that is below `low`."""
     least, most = key_logit(low, SHIFT), key_logit(high, SHIFT)
     _, candidates = sample_and_candidates(memory, row)
-    over, found = tl.zeros([BLOCKS], tl.int32), tl.zeros([], tl.int32)
+    over, found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     over_mass, within_mass = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32)
     uncut_mass = tl.zeros([BLOCKS], tl.float32)
     groups = list_groups(memory, row, least, NUM_GROUPS)
@@ -67,42 +67,42 @@ def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_tempe
             uncut_mass += block_sum(tl.where(x >= cut, weight, 0.0))
         above = x >= most
         within = (x >= least) & (x < most) & (x > float("-inf"))
-        if BY_COUNT:
-            over += block_sum(above.to(tl.int32))
         over_mass += block_sum(tl.where(above, weight, 0.0))
         within_mass += block_sum(tl.where(within, weight, 0.0))
-        place, count = _places(within.to(tl.int32))
-        place, x = flat(tl.where(within, found + place, _CANDIDATES), x, STEP * BLOCKS * LANES)
+        # Two counts in one: a step is of 4096 tokens.
+        place, count = _places(tl.where(within, 1, tl.where(above, 1 << 16, 0)))
+        place, x = flat(tl.where(within, found + (place & 0xFFFF), _CANDIDATES), x, STEP * BLOCKS * LANES)
         tl.store(candidates + place, x, mask=place < _CANDIDATES)
-        found += count
+        found += count & 0xFFFF
+        over += count >> 16
     tl.debug_barrier()  # the candidates are read by other threads than wrote them
     uncut_mass = tl.sum(uncut_mass, axis=0)
-    return tl.sum(over, axis=0), tl.sum(over_mass, axis=0), found, tl.sum(within_mass, axis=0), uncut_mass
+    return over, tl.sum(over_mass, axis=0), found, tl.sum(within_mass, axis=0), uncut_mass
 
 
 @triton.jit
-def _collect(rows, batch, column, row, memory, cut, best, total, inverse_temperature, wanted, lowest, highest, leave_top,
-             SCALE: tl.constexpr, SHIFT: tl.constexpr, BY_COUNT: tl.constexpr, NUM_GROUPS: tl.constexpr,
-             BLOCKS: tl.constexpr):  # fmt: skip
+def _collect(rows, batch, column, row, memory, cut, best, total, inverse_temperature, by_count, wanted, lowest, highest,
+             leave_top, SCALE: tl.constexpr, SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """Sweep until [low, high) is known to hold the threshold and its logits to be the candidates; of those above too, unless
-    `leave_top`, or they had to be left."""
+    `leave_top`, or they had to be left. What is wanted is a number of tokens if `by_count`, else their mass."""
     peaks = fetch_group_peaks(memory, row, tl.arange(0, NUM_GROUPS))
     floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
-    if BY_COUNT:
-        low, tokens = groups_bound(peaks, wanted.to(tl.int32), lowest, highest, SHIFT)
-        floor, promising = low, tokens <= _CANDIDATES
-    else:
+    if not by_count:
         light = (total - wanted) / (2 * vocab_size_of(rows))  # tokens that weigh no more may all be left out
         floor = tl.maximum(lowest, logit_key(best + tl.log(light) / inverse_temperature, SHIFT))
-        low, tokens = groups_bound(peaks, _FEW, floor, highest, SHIFT)
+    low, tokens = groups_bound(peaks, tl.where(by_count, wanted.to(tl.int32), _FEW), floor, highest, SHIFT)
+    promising = tokens <= _CANDIDATES
+    if by_count:
+        floor = low
+    else:
         mass = least_mass(memory, row, key_logit(low, SHIFT), best, inverse_temperature, NUM_GROUPS)
-        promising = (tokens <= _CANDIDATES) & (mass >= wanted)
+        promising = promising & (mass >= wanted)
     high = highest
     if not promising:
         sample, _ = sample_and_candidates(memory, row)
-        samples = tl.cdiv(vocab_size_of(rows), SCALE)
+        samples = tl.cdiv(vocab_size_of(rows), 4 * SCALE) * 4  # a thread reads four
         low, perhaps = sampled_bounds(
-            sample, samples, inverse_temperature, best, total, wanted, floor, highest, SCALE, SHIFT, BY_COUNT
+            sample, samples, inverse_temperature, best, total, by_count, wanted, floor, highest, SCALE, SHIFT
         )  # fmt: skip
         high = tl.where(leave_top, tl.minimum(tl.maximum(perhaps, low) + 1, highest), highest)
     over, found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -111,11 +111,10 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
     searching = low < high
     while searching:
         over, over_mass, found, within_mass, uncut_mass = _sweep(
-            rows, batch, column, row, memory, low, high, cut, best, inverse_temperature, SHIFT, BY_COUNT, NUM_GROUPS, BLOCKS
+            rows, batch, column, row, memory, low, high, cut, best, inverse_temperature, SHIFT, NUM_GROUPS, BLOCKS
         )  # fmt: skip
-        more, within = over_mass, within_mass
-        if BY_COUNT:
-            more, within = over.to(tl.float32), found.to(tl.float32)
+        more = tl.where(by_count, over.to(tl.float32), over_mass)
+        within = tl.where(by_count, found.to(tl.float32), within_mass)
         too_low = (more >= wanted) & (high < ceiling)
         too_high = (too_low == 0) & (more + within < wanted) & (low > floor)
         floor = tl.where(too_low, high, tl.where(too_high, floor, low))
@@ -127,8 +126,8 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
 
 
 @triton.jit
-def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted,
-           SHIFT: tl.constexpr, BY_COUNT: tl.constexpr):  # fmt: skip
+def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, by_count, wanted,
+           SHIFT: tl.constexpr):  # fmt: skip
     """The largest key in [low, high) at or above which there is enough, and the mass there."""
     lane = tl.arange(0, _AT_ONCE)
     mass = over_mass + within_mass
@@ -141,9 +140,8 @@ def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse
             counts += (x >= least).to(tl.int32)
             masses += tl.where(x >= least, weight_of(x, best, inverse_temperature), 0.0)
         here = over_mass + tl.sum(masses, axis=0)
-        enough = here >= wanted
-        if BY_COUNT:
-            enough = (over + tl.sum(counts, axis=0)).to(tl.float32) >= wanted
+        amount = tl.where(by_count, (over + tl.sum(counts, axis=0)).to(tl.float32), here)
+        enough = amount >= wanted
         low = tl.where(enough, middle, low)
         mass = tl.where(enough, here, mass)
         high = tl.where(enough, high, middle)
@@ -191,42 +189,29 @@ def find_threshold(
         whole: tl.constexpr = SAMPLE_SHIFT == 0
         scale: tl.constexpr = 1 << SAMPLE_SHIFT
         sample, candidates = sample_and_candidates(memory, row)
-        # What is known of the logits in `values`: all those in [low, high), besides `over` that are above.
-        low, high = lowest, highest
-        over, over_mass = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
-        found, within_mass = tl.cdiv(vocab_size, scale).to(tl.int32), total
         values = candidates
         if whole:
             values = sample
-        if k > 0:
-            wanted = k.to(tl.float32)
-            if not whole:
-                # So many may be at or above the lower bound: 3 deviations above a count 3 deviations above k / scale.
-                deviation = 3 + tl.sqrt(wanted / scale + 5.25)
-                leave_top = (p >= 1) | (scale * deviation * deviation > _CANDIDATES)
-                low, high, over, over_mass, found, within_mass, uncut_mass = _collect(
-                    rows, batch, column, row, memory, cut, best, total, inverse_temperature, wanted, lowest, highest, leave_top,
-                    scale, SHIFT, True, NUM_GROUPS, BLOCKS,
+        # In `values` are all logits in [low, high), `found` of them, besides `over` that are above.
+        low, over, found = lowest, tl.zeros([], tl.int32), tl.cdiv(vocab_size, scale).to(tl.int32)
+        for stage in range(2):  # top-k, top-p
+            by_count = stage == 0
+            if tl.where(by_count, k > 0, p < 1):
+                wanted = tl.where(by_count, k.to(tl.float32), p * mass)
+                high, over_mass, within_mass = highest, tl.zeros([], tl.float32), mass
+                # top-p goes on among what top-k has collected, if that is all that it left.
+                collected = (by_count == 0) & (k > 0) & (over == 0) & (found <= _CANDIDATES)
+                if not (collected | whole):
+                    # So many may be at or above the lower bound: 3 deviations above a count 3 deviations above k / scale.
+                    deviation = 3 + tl.sqrt(wanted / scale + 5.25)
+                    leave_top = (p >= 1) | (by_count == 0) | (scale * deviation * deviation > _CANDIDATES)
+                    low, high, over, over_mass, found, within_mass, uncut_mass = _collect(
+                        rows, batch, column, row, memory, cut, best, total, inverse_temperature, by_count, wanted, low, highest,
+                        leave_top, scale, SHIFT, NUM_GROUPS, BLOCKS,
+                    )  # fmt: skip
+                low, mass = _halve(
+                    values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, by_count, wanted, SHIFT
                 )  # fmt: skip
-            low, mass = _halve(
-                values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, True
-            )
-        if p < 1:
-            wanted = p * mass
-            floor = low
-            if k > 0:
-                high = highest
-                within_mass = mass
-            # Go on among what top-k has collected, if that is all that it left.
-            collected = (k > 0) & (over == 0) & (found <= _CANDIDATES)
-            if not (collected | whole):
-                low, high, over, over_mass, found, within_mass, uncut_mass = _collect(
-                    rows, batch, column, row, memory, cut, best, total, inverse_temperature, wanted, floor, highest, p < 1, scale,
-                    SHIFT, False, NUM_GROUPS, BLOCKS,
-                )  # fmt: skip
-            low, mass = _halve(
-                values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, wanted, SHIFT, False
-            )
         threshold = key_logit(low, SHIFT)
     if min_p is not None:
         if cut > threshold:

@@ -10,6 +10,9 @@ ACCEPT = tl.constexpr(twin.ACCEPT)
 RESIDUAL = tl.constexpr(twin.RESIDUAL)
 BLOCK_LEVEL = tl.constexpr(twin.BLOCK_LEVEL // 4)  # as an index
 _GROUP_LEVEL, _GROUP = tl.constexpr(twin.GROUP_LEVEL), tl.constexpr(twin.GROUP)
+_ROUNDS = tl.constexpr(twin.ROUNDS)
+_MUL_0, _MUL_1 = tl.constexpr(twin.MUL_0), tl.constexpr(twin.MUL_1)
+_WEYL_0, _WEYL_1 = tl.constexpr(twin.WEYL_0), tl.constexpr(twin.WEYL_1)
 _UNIFORM_MAX = tl.constexpr(twin.UNIFORM_MAX)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -21,10 +24,29 @@ def uniform_from_bits(bits):
 
 
 @triton.jit
+def _philox(seed, index, position, origin, stream):
+    """Four words for each counter (index, position, origin, stream), uint32 of one shape. The same as `tl.philox`, whose rounds are
+    unrolled: of a kernel that draws they were up to half of what there is to compile."""
+    seed = seed.to(tl.uint64)
+    key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c1, c2, c3 = index, position, origin, stream
+    for _ in range(_ROUNDS):
+        c0, c1, c2, c3 = (
+            tl.umulhi(c2, _MUL_1) ^ c1 ^ key_0,
+            tl.mul(c2, _MUL_1, sanitize_overflow=False),
+            tl.umulhi(c0, _MUL_0) ^ c3 ^ key_1,
+            tl.mul(c0, _MUL_0, sanitize_overflow=False),
+        )
+        key_0 = tl.add(key_0, _WEYL_0, sanitize_overflow=False)
+        key_1 = tl.add(key_1, _WEYL_1, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def uniforms(seed, position, origin, STREAM: tl.constexpr):
     """One uniform per position [...] int64: output 0 of index 0."""
-    index = tl.zeros_like(position).to(tl.uint32)
-    bits, _, _, _ = tl.philox(seed, index, position.to(tl.uint32), origin.to(tl.uint32), STREAM)
+    zero = tl.zeros_like(position).to(tl.uint32)
+    bits, _, _, _ = _philox(seed, zero, position.to(tl.uint32), origin.to(tl.uint32) + zero, zero + STREAM)
     return uniform_from_bits(bits)
 
 
@@ -53,7 +75,7 @@ def philox_words(index, noise):
     seed, position, origin, stream = noise
     zero = tl.zeros_like(index).to(tl.uint32)
     at, since = position.to(tl.uint32) + zero, origin.to(tl.uint32) + zero
-    a, b, c, d = tl.philox(seed, index.to(tl.uint32), at, since, (zero + stream).to(tl.uint32))
+    a, b, c, d = _philox(seed, index.to(tl.uint32), at, since, (zero + stream).to(tl.uint32))
     return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
 
 
@@ -75,7 +97,7 @@ def first_arrivals(group, noise):
     seed, position, origin, stream = noise
     zero = tl.zeros_like(group).to(tl.uint32)
     index = group.to(tl.uint32) + _GROUP_LEVEL
-    time, place, _, _ = tl.philox(
+    time, place, _, _ = _philox(
         seed, index, position.to(tl.uint32) + zero, origin.to(tl.uint32) + zero, (zero + stream).to(tl.uint32)
     )
     return exponential(time) * (1 / _GROUP), (place % _GROUP).to(tl.int32)

@@ -175,9 +175,9 @@ def row_at(memory, FIELD: tl.constexpr, row):
 
 @triton.jit
 def rest_at(memory):
-    """Pointer behind all fields."""
+    """Pointer behind all fields, which begins on 16 bytes."""
     scratch, num_rows, num_blocks, _ = memory
-    return scratch + (BLOCK_FIELDS * num_blocks + ROW_FIELDS) * num_rows
+    return scratch + ((BLOCK_FIELDS * num_blocks + ROW_FIELDS) * num_rows + 3) // 4 * 4
 
 
 def floats_per_row(num_blocks: int) -> int:

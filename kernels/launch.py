@@ -55,7 +55,7 @@ def shape_arguments(
     num_tiles = triton.cdiv(num_blocks, blocks)
     grouped = filtered or by_token
     per_row = floats_per_row(num_blocks) + (group_floats(num_blocks, filtered) if grouped else 0)
-    counters, scratch = workspace(rows.device, num_rows + (batch if batched else 0), num_rows * per_row)
+    counters, scratch = workspace(rows.device, num_rows + (batch if batched else 0), num_rows * per_row + 3)
     return dict(
         scratch=scratch,
         counters=counters,

@@ -29,8 +29,8 @@ BLOCK_LEVEL = 1 << 33  # as a token; as an index 2**31
 GROUP_LEVEL = 3 << 30  # as an index
 GROUP = 256  # tokens of a race that are drawn for together
 
-_MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57
-_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+MUL_0, MUL_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 ROUNDS = 10
 UNIFORM_MAX = 1.0 - 2.0**-24  # the largest float32 below 1
@@ -39,8 +39,8 @@ UNIFORM_MAX = 1.0 - 2.0**-24  # the largest float32 below 1
 # change places from one round to the next: the shift of the seed and what is added to it for the key, and the multiplier.
 _MASK_64, _32 = np.array(_MASK, dtype=np.uint64), np.array(32, dtype=np.uint64)
 _SHIFTS = np.array([[0, 32], [32, 0]] * (ROUNDS // 2), dtype=np.uint64)
-_ADDED = np.array([[_WEYL_0 * i, _WEYL_1 * i][:: 1 - 2 * (i % 2)] for i in range(ROUNDS)], dtype=np.uint64)
-_MULTIPLIERS = np.array([[_MUL_1, _MUL_0], [_MUL_0, _MUL_1]], dtype=np.uint64)
+_ADDED = np.array([[WEYL_0 * i, WEYL_1 * i][:: 1 - 2 * (i % 2)] for i in range(ROUNDS)], dtype=np.uint64)
+_MULTIPLIERS = np.array([[MUL_1, MUL_0], [MUL_0, MUL_1]], dtype=np.uint64)
 
 Array = Any  # an int64 tensor; or an int; or, as if on the CPU, a numpy array: of a few numbers its calls cost a third
 
@@ -76,14 +76,14 @@ def _words(seed: Tensor, counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(ROUNDS):
         # The int64 product wraps, but its 64 bits are those of the unsigned product.
-        low, high = c0 * _MUL_0, c2 * _MUL_1
+        low, high = c0 * MUL_0, c2 * MUL_1
         c0, c1, c2, c3 = (
             (high >> 32 & _MASK) ^ c1 ^ k0,
             high & _MASK,
             (low >> 32 & _MASK) ^ c3 ^ k1,
             low & _MASK,
         )
-        k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
+        k0, k1 = (k0 + WEYL_0) & _MASK, (k1 + WEYL_1) & _MASK
     return c0, c1, c2, c3
 
 

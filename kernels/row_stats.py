@@ -47,7 +47,7 @@ def row_stats_kernel(
         group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
     leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
     if FILTERED:
-        leave_sample(x, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        leave_sample(x, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
 
     if arrive(counters + row, num_tiles):
         best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)

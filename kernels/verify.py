@@ -112,7 +112,7 @@ def verify_kernel(
         group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
     peaks = leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
     if FILTERED:
-        leave_sample(x, tile, rows, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        leave_sample(x, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
     else:
         if METHOD == "typical":
             block = tile * BLOCKS + tl.arange(0, BLOCKS)
@@ -309,7 +309,7 @@ def verify(
         by_row = filtered or method == "coupled"
         if (
             (width > 16 and (block or not by_row))
-            or (block and return_logprobs and (filtered or not simple))
+            or (block and (filtered or (return_logprobs and not simple)))
             or (method == "typical" and filtered)
         ):
             shape |= registers(255)
