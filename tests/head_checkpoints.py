@@ -1,8 +1,6 @@
 """Small checkpoints of learned drafters, name by name and shape by shape, and drafts that are computed without a cache."""
 
-import itertools
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,21 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_sampling_law import g_test
-from tiny_models import VOCAB, greedy, random_prompts, tiny
+from sampled_laws import p_value
+from tiny_models import VOCAB, greedy, random_prompts
 from transformers import (
-    LogitsProcessorList,
     PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 import engine
 
 HIDDEN = 32
 LAW_VOCAB = 6
-LAW_PROMPTS = ([3, 5, 1, 3, 4], [4, 1, 4])  # side by side in every batch
+LAW_PROMPTS = ([3, 5, 1, 3, 4], [4, 1, 4])
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -136,30 +130,6 @@ def check_coupled_text(target: PreTrainedModel, drafter: engine.Drafter) -> None
     assert 0 < llm.stats.accepted_tokens < llm.stats.draft_tokens
 
 
-def law_target() -> PreTrainedModel:
-    """A target of few tokens, none of which holds most of the mass."""
-    target = tiny("llama", seed=4, dtype=torch.float32, vocab_size=LAW_VOCAB, num_hidden_layers=1)
-    with torch.no_grad():
-        target.lm_head.weight *= 0.4
-    return target
-
-
-def law_of_three(target: PreTrainedModel, setting: dict[str, Any], prompt: list[int]) -> dict[Any, float]:
-    """Probability of every three-token continuation, by transformers' own warpers."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(setting["temperature"])])
-    if "top_k" in setting:
-        warpers += [TopKLogitsWarper(setting["top_k"]), TopPLogitsWarper(setting["top_p"])]
-    outcomes = list(itertools.product(range(LAW_VOCAB), repeat=3))
-    texts = torch.tensor([[*prompt, *outcome] for outcome in outcomes])
-    with torch.no_grad():
-        logits = target(texts).logits.double()
-    law = torch.ones(len(outcomes), dtype=torch.float64)
-    for place in range(3):
-        at = len(prompt) - 1 + place
-        law *= warpers(texts, logits[:, at]).softmax(-1).gather(1, texts[:, at + 1, None])[:, 0]
-    return dict(zip(outcomes, law.tolist(), strict=True))
-
-
 # (verification, sampling, options of the drafter, samples): each rule by default, the whole product under -m slow.
 LAW_CASES: list[Any] = [
     ("rejection", dict(temperature=1.0), {}, 8_000),
@@ -195,11 +165,7 @@ def check_law(
 ) -> float:
     """Smaller p-value of two prompts' sampled continuations of three tokens, for which a first round drafts two."""
     llm = engine.load(target, drafter, num_draft_tokens=2, max_batch_size=4096, verification=verification)
-    params = [engine.SamplingParams(**setting, seed=seed, max_new_tokens=3, ignore_eos=True) for seed in range(count)]
-    outputs = llm.generate([LAW_PROMPTS[seed % 2] for seed in range(count)], params)
+    found = p_value(llm, target, setting, count, LAW_PROMPTS, length=3)
     first, second = llm.stats.acceptance_per_position
     assert 0.05 < first < 0.97 and 0.02 < second < 0.97, "neither acceptance nor rejection is tested"
-    return min(
-        g_test(Counter(tuple(output.token_ids) for output in outputs[place::2]), law_of_three(target, setting, prompt))  # type: ignore[misc]
-        for place, prompt in enumerate(LAW_PROMPTS)
-    )
+    return found

@@ -1,21 +1,15 @@
 """CascadeDrafter: rows of one batch take drafts from different stages; the text, its law, and the stages stay right."""
 
-import itertools
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from sampled_laws import flat_target, p_value
 from test_graphs import with_graphs
-from test_sampling_law import g_test
 from tiny_models import greedy, perturbed, random_prompts, tiny
 from transformers import (
-    LogitsProcessorList,
     PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 import engine
@@ -265,38 +259,7 @@ SETTINGS = [dict(temperature=1.0), dict(temperature=0.7, top_k=5, top_p=0.95)]
 
 @pytest.fixture(scope="module")
 def small_target() -> PreTrainedModel:
-    model = tiny("llama", seed=4, dtype=torch.float32, vocab_size=VOCAB, num_hidden_layers=1)
-    with torch.no_grad():
-        model.lm_head.weight *= 0.4
-    return model
-
-
-def law(target: PreTrainedModel, prompt: list[int], setting: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Probability of every three-token continuation, by transformers' own warpers."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(setting["temperature"])])
-    if "top_k" in setting:
-        warpers += [TopKLogitsWarper(setting["top_k"]), TopPLogitsWarper(setting["top_p"])]
-    ends = list(itertools.product(range(VOCAB), repeat=3))
-    with torch.no_grad():
-        texts = torch.tensor([[*prompt, *end[:2]] for end in ends])
-        logits = target(texts).logits[:, -3:].double()
-    chances = [warpers(texts, logits[:, step]).softmax(-1) for step in range(3)]
-    return {
-        (a, b, c): float(chances[0][i, a] * chances[1][i, b] * chances[2][i, c]) for i, (a, b, c) in enumerate(ends)
-    }
-
-
-def p_values(llm: engine.Engine, target: PreTrainedModel, setting: dict[str, Any], count: int) -> list[float]:
-    """Of the two prompts, which share batches."""
-    params = [engine.SamplingParams(**setting, seed=seed, max_new_tokens=3, ignore_eos=True) for seed in range(count)]
-    outputs = llm.generate([PROMPTS[i % 2] for i in range(count)], params)
-    counts: list[Counter[tuple[int, ...]]] = [Counter(), Counter()]
-    for index, output in enumerate(outputs):
-        counts[index % 2][tuple(output.token_ids)] += 1
-    return [
-        g_test(counted, law(target, prompt, setting))  # type: ignore[arg-type]
-        for counted, prompt in zip(counts, PROMPTS, strict=True)
-    ]
+    return flat_target(VOCAB)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=["t1.0", "t0.7-k5-p0.95"])
@@ -309,7 +272,7 @@ def test_the_law_of_samples(
 ) -> None:
     drafter = ngram_and(perturbed(small_target, 0.3), stage)
     llm = engine.load(small_target, drafter=drafter, num_draft_tokens=3, max_batch_size=512, verification=verification)
-    assert min(p_values(llm, small_target, setting, count)) > 1e-3
+    assert p_value(llm, small_target, setting, count, PROMPTS, length=3) > 1e-3
     assert 0.1 < llm.stats.acceptance_rate < 0.95
 
 
@@ -322,7 +285,7 @@ def test_a_wrong_law_is_caught(
     monkeypatch.setattr(proposals, "made_certain", lambda tokens, certain, logits, stats: (logits, stats))
     drafter = ngram_and(perturbed(small_target, 0.3), stage)
     llm = engine.load(small_target, drafter=drafter, num_draft_tokens=3, max_batch_size=512, verification=verification)
-    assert min(p_values(llm, small_target, SETTINGS[0], 8_000)) < 1e-6
+    assert p_value(llm, small_target, SETTINGS[0], 8_000, PROMPTS, length=3) < 1e-6
 
 
 @pytest.mark.parametrize("method", ["rejection", "block"])

@@ -12,8 +12,9 @@ import pytest
 import smollm2
 import torch
 from eagle_checkpoints import Head, check_drafts, good_eagle1, good_eagle3
-from head_checkpoints import LAW_VOCAB, check_law, law_target, lying
+from head_checkpoints import LAW_VOCAB, check_law, lying
 from safetensors.torch import load_file
+from sampled_laws import flat_target
 from test_graphs import CountedGraphs, Replay, with_graphs
 from tiny_models import CONTEXT, VOCAB, greedy, random_prompts, tiny
 from transformers import PreTrainedModel
@@ -427,7 +428,7 @@ EVERY_LAW = [
 def test_sampling_law(
     tmp_path: Path, eagle_version: int, verification: str, setting: dict[str, Any], options: dict[str, Any], count: int
 ) -> None:
-    target = law_target()
+    target = flat_target(LAW_VOCAB)
     drafter = law_drafter(tmp_path, eagle_version, **options)
     assert check_law(target, drafter, verification, setting, count) > 1e-3
 
@@ -442,7 +443,7 @@ def test_sampling_law(
 )
 def test_a_wrong_law_is_caught(tmp_path: Path, eagle_version: int, verification: str) -> None:
     """The same test, for a drafter that lies about its second draft's distribution."""
-    target = law_target()
+    target = flat_target(LAW_VOCAB)
     assert check_law(target, lying(law_drafter(tmp_path, eagle_version)), verification, PLAIN, 16_000) < 1e-4
 
 
@@ -582,7 +583,7 @@ def test_a_cascade_by_name(
 )
 def test_law_of_a_cascade(tmp_path: Path, verification: str, setting: dict[str, Any], count: int) -> None:
     """Of n-grams and EAGLE-3, as the demo drafts: one prompt has an n-gram for the first draft, the other often for the second."""
-    target = law_target()
+    target = flat_target(LAW_VOCAB)
     whole = CascadeDrafter(engine.NGramDrafter(min_ngram=1), law_drafter(tmp_path, 3))
     assert check_law(target, whole, verification, setting, count) > 1e-3
 

@@ -7,9 +7,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+import sampled_laws
 import torch
+from sampled_laws import RULES, SETTINGS, p_value
 from test_graphs import with_graphs
-from test_sampling_law import RULES, SETTINGS, VOCAB, p_value
 from tiny_models import CONFIGS, CONTEXT, EAGER_ONLY, GROUPED_EXPERTS, WINDOW, greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 
@@ -219,9 +220,8 @@ def test_coupled_text_is_plain_text() -> None:
 @functools.cache
 def flat_target() -> PreTrainedModel:
     """Three layers, of which the last two change little, and logits flat enough for a wrong law to show."""
-    target = tiny("llama", seed=4, dtype=torch.float32, vocab_size=VOCAB, num_hidden_layers=3)
+    target = sampled_laws.flat_target(num_hidden_layers=3)
     with torch.no_grad():
-        target.lm_head.weight *= 0.4
         for layer in DecoderLayers(target).layers[1:]:
             layer.self_attn.o_proj.weight *= 0.2
             layer.mlp.down_proj.weight *= 0.2

@@ -17,13 +17,13 @@ from head_checkpoints import (
     fitted,
     greedy_texts,
     last_hidden,
-    law_target,
     lying,
     mlp_config,
     mlp_shapes,
     random_tensors,
     write,
 )
+from sampled_laws import flat_target
 from tiny_models import greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 
@@ -171,14 +171,14 @@ def law_drafter(**options: Any) -> MlpSpeculatorDrafter:
 
 @pytest.mark.parametrize(("verification", "setting", "options", "count"), LAW_CASES)
 def test_sampling_law(verification: str, setting: dict[str, Any], options: dict[str, Any], count: int) -> None:
-    target = law_target()
+    target = flat_target(LAW_VOCAB)
     assert check_law(target, law_drafter(**options), verification, setting, count) > 1e-3
 
 
 @pytest.mark.parametrize("verification", ["rejection"])
 def test_a_wrong_law_is_caught(verification: str) -> None:
     """The same test, for a drafter that lies about its second draft's distribution."""
-    target = law_target()
+    target = flat_target(LAW_VOCAB)
     assert check_law(target, lying(law_drafter()), verification, dict(temperature=1.0), 16_000) < 1e-4
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sampling_law import SETTINGS, SOME, every_rule, p_value
-from test_sampling_law import VOCAB as LAW_VOCAB
+from sampled_laws import SETTINGS, SOME, every_rule, flat_target, p_value
 from tiny_models import VOCAB, greedy, perturbed, random_prompts, tiny
 from transformers import PreTrainedModel
 
@@ -206,10 +205,7 @@ def test_greedy_drafts_are_the_likeliest_with_their_probability(draft: PreTraine
 
 @pytest.fixture(scope="module")
 def law_target() -> PreTrainedModel:
-    model = tiny("llama", seed=4, dtype=torch.float32, vocab_size=LAW_VOCAB, num_hidden_layers=1)
-    with torch.no_grad():
-        model.lm_head.weight *= 0.4  # flatter
-    return model
+    return flat_target()
 
 
 def check_law(target: PreTrainedModel, kind: str, verification: str, setting: dict[str, Any], count: int) -> None:

@@ -8,13 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_sampling_law import PROMPT, SETTINGS, every_rule, g_test, law, p_value, target  # noqa: F401  # a fixture
+from sampled_laws import PROMPT, SETTINGS, every_rule, flat_target, g_test, law, p_value
 from tiny_models import greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 
 import engine
 from engine.drafters.suffix import SuffixDrafter, _Pool
 from engine.state import BatchState, Verdict
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return flat_target()
 
 
 def state_of(texts: list[list[int]], seeds: list[int] | None = None, temperature: float = 0.0) -> BatchState:
@@ -246,7 +251,7 @@ def test_coupled_text_does_not_depend_on_the_pool() -> None:
     assert rounds[1] < 0.8 * rounds[0]  # most of it is known by then
 
 
-def test_after_a_call_that_was_left_early(target: PreTrainedModel) -> None:  # noqa: F811
+def test_after_a_call_that_was_left_early(target: PreTrainedModel) -> None:
     llm = engine.load(target, drafter=SuffixDrafter(), max_batch_size=2)
     params = engine.SamplingParams(max_new_tokens=12)
     expected = llm.generate([[5, 6, 7]], params)[0].token_ids
@@ -258,7 +263,7 @@ def test_after_a_call_that_was_left_early(target: PreTrainedModel) -> None:  # n
 
 @pytest.mark.parametrize(("verification", "setting", "count"), every_rule(200_000))
 def test_the_law_of_samples(
-    target: PreTrainedModel,  # noqa: F811
+    target: PreTrainedModel,
     verification: str,
     setting: dict[str, Any],
     count: int,
@@ -271,7 +276,7 @@ def test_the_law_of_samples(
 
 
 @pytest.mark.parametrize("mindful", [True, False])
-def test_the_law_of_seeds_that_come_again(target: PreTrainedModel, mindful: bool) -> None:  # noqa: F811
+def test_the_law_of_seeds_that_come_again(target: PreTrainedModel, mindful: bool) -> None:
     """A text that was made by the same numbers must not be drafted from: the second case is the control."""
     drafter = SuffixDrafter()
     llm = engine.load(target, drafter=drafter, num_draft_tokens=3, max_batch_size=1)
@@ -285,7 +290,7 @@ def test_the_law_of_seeds_that_come_again(target: PreTrainedModel, mindful: bool
             output = llm.generate([PROMPT], params)[0]
         counts[output.token_ids[0], 0] += 1
     first: Counter[tuple[int, ...]] = Counter()
-    for (token, _), probability in law(target, SETTINGS[0]).items():
+    for (token, _), probability in law(target, SETTINGS[0], PROMPT, 2).items():
         first[token, 0] += probability  # type: ignore[assignment]
     p_value = g_test(counts, first)  # type: ignore[arg-type]
     assert p_value > 1e-3 if mindful else p_value < 1e-6

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_sampling_law import SETTINGS, SOME, every_rule, p_value
-from test_sampling_law import VOCAB as LAW_VOCAB
+from sampled_laws import SETTINGS, SOME, every_rule, flat_target, p_value
+from sampled_laws import VOCAB as LAW_VOCAB
 from tiny_models import greedy, perturbed, random_prompts, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
@@ -276,10 +276,7 @@ def test_coupled_samples_do_not_depend_on_the_drafter(target: PreTrainedModel, k
 
 @pytest.fixture(scope="module")
 def law_target() -> PreTrainedModel:
-    model = tiny("llama", seed=4, dtype=torch.float32, vocab_size=LAW_VOCAB, num_hidden_layers=1)
-    with torch.no_grad():
-        model.lm_head.weight *= 0.4  # flatter
-    return model
+    return flat_target()
 
 
 def law_engine(target: PreTrainedModel, kind: str, verification: str) -> engine.Engine:
