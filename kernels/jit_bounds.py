@@ -93,7 +93,7 @@ def sampled_bounds(sample, samples, inverse_temperature, best, total, by_count, 
     y = fetch(sample + lane, lane < samples, float("-inf"))
     y = tl.where(by_count, y, weight_of(y, best, inverse_temperature))  # has the same order
     surely, low = lowest, lowest
-    for side in range(2):  # surely, perhaps
+    for side in range(2):  # surely, by three deviations too many; perhaps, by three too few
         high = highest
         while high > low + 1:
             middle = middle_of(low, high)
