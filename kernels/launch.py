@@ -82,6 +82,12 @@ def registers(most: int) -> dict[str, int]:
     return {} if torch.version.hip else dict(maxnreg=most)
 
 
+def lanes(width: int) -> int:
+    """For the K+1 rows of a sequence: 1 without drafts, else 8 or the power of two that holds them, so that few numbers of drafts
+    need a kernel of their own."""
+    return 1 if width == 1 else max(8, triton.next_power_of_2(width))
+
+
 def is_simple(rows: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> bool:
     """Whether logits [B, W, V] are read 16 bytes at a time and nothing is read beside them, which takes fewer registers."""
     return logit_bias is token_mask is None and all(stride % 16 == 0 for stride in rows.stride()[:2])

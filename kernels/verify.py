@@ -54,7 +54,7 @@ from .jit_verify import (
     read_drafts,
     store_verdict,
 )
-from .launch import is_filtered, is_simple, registers, row_arguments, shape_arguments, view, vocabulary_view
+from .launch import is_filtered, is_simple, lanes, registers, row_arguments, shape_arguments, view, vocabulary_view
 from .records import RowStats, Status, Verdict
 from .residual import residual_kernel
 from .row_stats import row_stats
@@ -85,7 +85,7 @@ def verify_kernel(
     typical_epsilon, typical_delta,
     num_rows, width, num_tiles, num_blocks,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
-    WIDTH: tl.constexpr,  # a power of two >= K+1
+    WIDTH: tl.constexpr,  # lanes for the K+1 rows
     AT_ONCE: tl.constexpr,  # blocks of all rows of a sequence that are held in registers
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -296,8 +296,8 @@ def verify(
             position=position,
         ),
         **verdict._asdict(),
-        WIDTH=triton.next_power_of_2(width),
-        AT_ONCE=min(shape["NUM_BLOCKS"], max(16, 512 // triton.next_power_of_2(width))),
+        WIDTH=lanes(width),
+        AT_ONCE=min(shape["NUM_BLOCKS"], max(16, 512 // lanes(width))),
         METHOD=method,
     )
     with torch.cuda.device_of(target_logits):

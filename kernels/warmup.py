@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from . import philox
+from .launch import lanes
 from .ops import METHODS, row_stats, sample, verify
 from .workspace import reserve
 
@@ -33,7 +34,7 @@ def warmup(
     bias or the mask that is warmed up for; with a bias or a mask where V is no multiple of 16; other layouts and dtypes.
 
     Batch size, number of drafts and where a batch begins in larger tensors do not matter to what is compiled, except that
-    there is one variant of `verify` for each power of two up to num_draft_tokens + 1, and more where V is no multiple of 16:
+    `verify` has a variant for no draft, one for up to 7, one each for up to 15, 31 and so on; and more where V is no multiple of 16:
     a sequence of rows then begins on 16 elements at some numbers of drafts only.
 
     Args:
@@ -83,12 +84,12 @@ def warmup(
 
 
 def _widths(num_draft_tokens: int, vocab_size: int, draft_vocab_size: int | None = None) -> list[int]:
-    """One of the widths up to K+1 for each variant: they differ in the power of two that holds them, and in whether the
+    """One of the widths up to K+1 for each variant: they differ in the lanes that hold them, and in whether the
     logits of a sequence begin on 16 elements, by which the compiler chooses how it loads them."""
 
     def variant(width: int) -> tuple[int, ...]:
         aligned = width * vocab_size % 16, (width - 1) * (draft_vocab_size or 16) % 16
-        return (width - 1).bit_length(), *(rest == 0 for rest in aligned)
+        return lanes(width), *(rest == 0 for rest in aligned)
 
     return list({variant(width): width for width in range(1, num_draft_tokens + 2)}.values())
 
