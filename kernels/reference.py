@@ -23,7 +23,7 @@ from . import philox
 from .draw import draw, draw_by_token
 from .numerics import argmax, bounds, chunks, computed, finite, places, resize, take, those
 from .records import Draws, RowStats, Status, Verdict
-from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, log_residual
+from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, residual
 from .rows import Rows, Temperatures
 from .rows import adjusted as adjusted  # these three are part of this module too
 from .rows import log_prob as log_prob
@@ -165,11 +165,11 @@ def verify(
     if method != "coupled" and not temperatures.all_greedy:
         replaced = _at(tests.fit, last) if method != "typical" else torch.zeros_like(greedy)
         rejected = replaced if never_greedy else replaced & ~greedy
-        log_weights, empty = _next_log_weights(p, q, draft_tokens, prefix, num_accepted, rejected)
+        weights, empty = _next_weights(p, q, draft_tokens, prefix, num_accepted, rejected)
         if empty is not None:
             status = status + empty * int(Status.EMPTY_RESIDUAL)
-        origin, stream = position * replaced, torch.where(replaced, philox.RESIDUAL, philox.SAMPLE)
-        drawn = draw(log_weights, seed, position + num_accepted, origin, stream)[:, None]
+        origin, stream = position * replaced, philox.SAMPLE + replaced * (philox.RESIDUAL - philox.SAMPLE)
+        drawn = draw(weights, seed, position + num_accepted, origin, stream)[:, None]
         next_token = drawn if never_greedy else torch.where(greedy[:, None], next_token, drawn)
     if not tests.sound:
         lse = _at(p.stats.lse, last)
@@ -195,7 +195,7 @@ def _greedy_verdict(target: Tensor, draft_tokens: Tensor) -> Verdict | None:
     return Verdict(tokens, num_accepted, torch.zeros_like(num_accepted))
 
 
-def _next_log_weights(
+def _next_weights(
     p: Rows,  # [B, K+1, V_target]
     q: Rows | None,  # [B, K, V_draft]
     draft_tokens: Tensor,  # [B, K]
@@ -203,36 +203,41 @@ def _next_log_weights(
     num_accepted: Tensor,  # [B]
     rejected: Tensor,  # [B] bool
 ) -> tuple[Tensor, Tensor | None]:
-    """log of what the next token is drawn by [B, V]: max(s p - q, 0) where a draft was rejected, p elsewhere, and p
-    again where that residual is empty [B] bool; None: nowhere."""
+    """What the next token is drawn by [B, V]: max(s p - q, 0) where a draft was rejected, p elsewhere, and p again where
+    that residual is empty [B] bool; None: nowhere."""
     size, num_drafts = p.logits.shape[-1], draft_tokens.shape[1]
     every = torch.arange(len(rejected), device=rejected.device)
     parts, empty = [], None
     for sequence, index, refused in chunks(size, every, num_accepted, rejected):
-        weights = log_p = p.log_prob_at(sequence, index)
+        weights = its_p = p.prob_at(sequence, index)
         some = those(refused)
         if some is not None:
-            sequence, index, refused, log_p = sequence[some], index[some], refused[some], log_p[some]
+            sequence, index, refused, its_p = sequence[some], index[some], refused[some], its_p[some]
         if num_drafts and len(sequence):
-            log_sp = log_p if prefix is None else log_p + take(prefix, sequence, index)[:, None].log()
+            sp = its_p if prefix is None else its_p * take(prefix, sequence, index)[:, None]
             index = index.clamp(max=num_drafts - 1)
             if q is None:
-                log_q = _one_hot_log(take(draft_tokens, sequence, index)[:, None], log_p)
+                left = _without(sp, take(draft_tokens, sequence, index)[:, None])
             else:
-                log_q = resize(q.log_prob_at(sequence, index), size)
-            residual = log_residual(log_sp, log_q)
-            peak = residual.amax(dim=-1)
-            if not bounds(peak)[0] > -torch.inf:
-                found = peak > -torch.inf
+                left = residual(sp, resize(q.prob_at(sequence, index), size, 0.0))
+            heaviest = left.amax(dim=-1)
+            if not bounds(heaviest)[0] > 0:
+                found = heaviest > 0
                 empty = torch.zeros_like(rejected) if empty is None else empty
                 empty[sequence] = refused & ~found
-                residual = residual.where((found & refused)[:, None], log_p)
+                left = left.where((found & refused)[:, None], its_p)
             if some is None:
-                weights = residual
+                weights = left
             else:
-                weights[some] = residual
+                weights[some] = left
         parts.append(weights)
     return (parts[0] if len(parts) == 1 else torch.cat(parts)), empty
+
+
+def _without(weights: Tensor, tokens: Tensor) -> Tensor:
+    """Weights [B, V] with 0 for one token of each row, [B, 1]; an id outside them changes nothing."""
+    ids = tokens.clamp(0, weights.shape[-1] - 1)
+    return weights.scatter(-1, ids, weights.gather(-1, ids).masked_fill_(ids == tokens, 0))
 
 
 def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, stream: int) -> Tensor:
@@ -258,12 +263,6 @@ def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, s
 def _at(values: Tensor, index: Tensor) -> Tensor:
     """values[b, index[b]]: [B, W], [B, 1] -> [B]."""
     return values.gather(1, index).squeeze(1)
-
-
-def _one_hot_log(tokens: Tensor, like: Tensor) -> Tensor:
-    """log of the one-hot distribution at tokens [B, 1], shaped like `like` [B, V]; all -inf for an id outside it."""
-    ids = torch.arange(like.shape[-1], device=like.device)
-    return torch.where(ids == tokens, 0.0, -torch.inf).to(like.dtype)
 
 
 def _head(value: Tensor | None, width: int) -> Tensor | None:

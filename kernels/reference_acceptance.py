@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .numerics import bounds, chunks, exp, exp_, finite, places, resize
+from .numerics import bounds, chunks, exp, finite, places, resize
 from .records import Status
 from .rows import Rows
 
@@ -76,10 +76,9 @@ def _residual_masses(p: Rows, q: Rows | None, tests: DraftTests, s: Tensor, want
         return pad(s[:, :-1] * (1 - tests.p[:, 1:]), (0, 1))
     mass, size = torch.zeros_like(s), p.logits.shape[-1]
     batch, index = places(s[:, :-1]) if s.device.type != "cpu" else wanted.nonzero(as_tuple=True)
-    for sequence, before, log_s in chunks(size, batch, index, s[batch, index].log()):
-        log_q = resize(q.log_prob_at(sequence, before + 1), size)
-        residual = log_residual(p.log_prob_at(sequence, before + 1).add_(log_s[:, None]), log_q)
-        mass[sequence, before] = exp_(residual).sum(dim=-1)
+    for sequence, before, s_i in chunks(size, batch, index, s[batch, index]):
+        its_p, its_q = p.prob_at(sequence, before + 1), resize(q.prob_at(sequence, before + 1), size, 0.0)
+        mass[sequence, before] = residual(its_p.mul_(s_i[:, None]), its_q).sum(dim=-1)
     return mass
 
 
@@ -92,8 +91,6 @@ def entropy(p: Rows) -> Tensor:
     return -torch.cat(parts).view(p.stats.lse.shape)
 
 
-def log_residual(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """log max(p - q, 0), not normalised, as log p + log(1 - q/p): stable where p and q are both tiny."""
-    ratio = exp_(log_q - log_p)  # NaN where both are 0
-    log_r = ratio.neg_().log1p_().add_(log_p)  # NaN where q > p
-    return log_r.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """max(p - q, 0), not normalised, of [..., V] each."""
+    return (p - q).clamp_(min=0)

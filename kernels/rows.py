@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .numerics import CHUNK, argmax, bounds, chunks, computed, kept, log_sum_exp, resize, spread, take
+from .numerics import CHUNK, argmax, bounds, chunks, computed, exp_, kept, log_sum_exp, resize, spread, take
 from .records import GREEDY_BELOW, RowStats
 
 Filters = tuple[Tensor | None, Tensor | None, Tensor | None]  # top_k, top_p, min_p: [B] each
@@ -81,8 +81,12 @@ class Rows(NamedTuple):
             take(self.logits, sequence, index), take(self.stats.lse, sequence, index), threshold, scale
         )
 
+    def prob_at(self, sequence: Tensor, index: Tensor) -> Tensor:
+        """prob(v) of one row for each of N sequences: [N, V]."""
+        return exp_(self.log_prob_at(sequence, index))
+
     def log_prob_of(self, tokens: Tensor) -> Tensor:
-        """The same of one token for each row, or for the first rows of each sequence; -inf for ids outside [0, V)."""
+        """log prob of one token for each row, or for the first rows of each sequence; -inf for ids outside [0, V)."""
         ids = tokens.clamp(0, self.logits.shape[-1] - 1)
         lse, threshold = self.stats.lse, self.stats.threshold
         if tokens.shape != lse.shape:
@@ -155,7 +159,8 @@ def _row_stats(
         maximum = logits.gather(-1, largest[..., None]).squeeze(-1)
     else:
         maximum, largest = None, logits.new_zeros(logits.shape[:-1], dtype=torch.int64)
-    threshold = computed(logits[..., :1]).new_full(logits.shape[:-1], -torch.inf)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    threshold = logits.new_full(logits.shape[:-1], -torch.inf, dtype=dtype)
     if top_k is not None or top_p is not None:
         threshold = _rank_threshold(computed(logits), scale, top_k, top_p)
     if min_p is not None and maximum is not None:

@@ -3,7 +3,7 @@
 The second is worked out from the real `reference.verify`, for a batch of draft sequences:
 - the chance that a draft passes its test is searched for with the uniforms that `verify` is made to see;
 - how many drafts stand is asked for each of the 2**K cases of passing and failing;
-- the law of the next token is read off the log weights that `verify` hands to `draw`.
+- the law of the next token is read off the weights that `verify` hands to `draw`.
 """
 
 from collections.abc import Callable
@@ -125,12 +125,12 @@ class Probe:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         self.method = method
         self.uniform = torch.empty(0)
-        self.log_weights = torch.empty(0)
+        self.weights = torch.empty(0)
         monkeypatch.setattr(reference.philox, "uniform", lambda *args: self.uniform)
         monkeypatch.setattr(reference, "draw", self.capture)
 
-    def capture(self, log_weights: Tensor, seed: Tensor, *args: object) -> Tensor:
-        self.log_weights = log_weights
+    def capture(self, weights: Tensor, seed: Tensor, *args: object) -> Tensor:
+        self.weights = weights
         return torch.zeros_like(seed)
 
     def verify(self, uniform: Tensor, *args: Tensor | None, **filters: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def emitted_law(
         chance = weight * torch.where(passes, accept, 1 - accept).prod(dim=1)
         uniform = torch.where(seen(passes), accept / 2, (1 + accept) / 2)
         num_accepted = probe.verify(uniform, *args, **filters)
-        next_law = probe.log_weights.softmax(dim=-1)  # [B, V]
+        next_law = probe.weights / probe.weights.sum(dim=-1, keepdim=True)  # [B, V]
         for n, emitted in enumerate(out):
             kept = (num_accepted == n) & (chance > 0)
             prefix = (drafts[kept, :n] * vocab_size ** torch.arange(n).flip(0)).sum(dim=1)
