@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -59,8 +59,11 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Its architecture, and the widest instructions that torch uses on it, by which the times of bf16 differ manifold."""
-    return f"{platform.processor() or platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+    """Its architecture, the widest instructions that torch uses on it, and those for bf16, whose times differ manifold by them."""
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has none
+    names = [torch.backends.cpu.get_cpu_capability()]
+    names += [name for name in ("avx512_bf16", "amx_bf16") if capabilities.get(name)]
+    return f"{platform.processor() or platform.machine()} with {', '.join(names)}"
 
 
 def _first_line(*command: str) -> str | None:
