@@ -311,6 +311,27 @@ def test_methods_go_in_turn(bench: Callable[..., Path], monkeypatch: pytest.Monk
     assert order == [a, b, t, s, b, t, a, s, t, a, b, s]
 
 
+def test_all_are_loaded_before_one_is_warmed_up(bench: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one loads may have torch.compile compile another anew."""
+    steps: list[tuple[str, str]] = []
+
+    def note(kind: type[Any], step: str) -> None:
+        original = getattr(kind, step)
+
+        def noted(self: Method, *arguments: Any) -> Any:
+            steps.append((step, self.name))
+            return original(self, *arguments)
+
+        monkeypatch.setattr(kind, step, noted)
+
+    for kind in (Ours, Transformers):
+        note(kind, "prepare")
+        note(kind, "generate")
+    bench("-d", "ngram", "-k", "2", "--max-turns", "1", baselines="plain")
+    names = ["ours plain", "ours ngram K=2", "transformers plain"]
+    assert steps[:6] == [(step, name) for step in ("prepare", "generate") for name in names]
+
+
 def test_every_method_is_one() -> None:
     for method in (Ours(None), Ours("ngram", 3), Transformers(), FlashSpec(None, "x/y"), Economize(2)):
         assert isinstance(method, Method) and method.name
