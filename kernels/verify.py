@@ -308,7 +308,7 @@ def verify(
         simple, block = is_simple(target_logits, logit_bias, token_mask), method == "block"
         by_row = filtered or method == "coupled"
         if (
-            (width > 16 and (block or not by_row))
+            (width > 16 and (block or not by_row or return_logprobs))
             or (block and (filtered or (return_logprobs and not simple)))
             or (method == "typical" and filtered)
         ):
