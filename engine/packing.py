@@ -8,8 +8,8 @@ oneDNN's products of bfloat16 are fast with AVX-512's instructions for it (AMD s
 With AVX-512 alone they are emulated, and without it there are only torch's own, which take as long for every row as for the first:
 drafts would hardly ever pay. There FBGEMM reads the weights as float16 and computes in float32. All 211 layers of SmolLM2-135M
 on 2 cores, 1 row and 6 rows: on an EPYC with AVX2 torch takes 20 and 89 ms, FBGEMM 18 and 22; on another, with oneDNN kept from
-using the instructions for bfloat16, oneDNN takes 8.5 and 24 ms, FBGEMM 7.0 and 9.6. On an Intel with AMX oneDNN takes 7.8 ms for 1
-row, 8.2 for 16 and 10.2 for 32, FBGEMM 10.6, 27 and 45.
+using the instructions for bfloat16, oneDNN takes 8.5 and 24 ms, FBGEMM 7.0 and 9.6. On an Intel with AMX, where each
+product reads its weights from memory, oneDNN takes 13.0 ms for 1 row, 13.2 for 6 and 13.4 for 16.
 """
 
 import logging

@@ -209,9 +209,35 @@ def test_greedy_follows_the_argmax() -> None:
 
 
 def test_residuals_of_tiny_probabilities() -> None:
-    """p and q near 1e-30, p = 2 q, beside tokens that q prefers."""
-    p, q = torch.tensor([0.9, 2e-30]), torch.tensor([0.95, 1e-30])
-    assert reference.residual(p, q).tolist() == [0.0, pytest.approx(1e-30)]
+    """All that is left of p is 1e-30, where q has half of that; the draft is what p has not at all."""
+    target, draft = torch.tensor([[[0.0, -69.0, -torch.inf], [0.0, 0.0, 0.0]]]), torch.tensor([[[0.0, -69.7, -70.0]]])
+    verdict = reference.verify(target, torch.tensor([[2]]), draft, seed=torch.tensor([1]), position=torch.tensor([5]))
+    assert verdict.tokens.tolist() == [[1, -1]] and verdict.status.tolist() == [0]
+
+
+@pytest.mark.parametrize(("apart", "most"), [(1.0, 1e-6), (1e-2, 1e-4), (1e-3, 1e-3)])
+def test_residuals_of_close_distributions(monkeypatch: pytest.MonkeyPatch, apart: float, most: float) -> None:
+    """What float32 draws from, against float64: as far off as its logarithms are rounded, in proportion to what is left."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(64, 2, 5000, generator=generator)
+    draft = target[:, :1] + apart * torch.randn(64, 1, 5000, generator=generator)
+    monkeypatch.setattr(reference.philox, "uniform", lambda seed, *_: torch.ones(64, 1))
+    token = (draft - target[:, :1]).argmax(dim=-1)  # which q prefers most, so that u = 1 rejects it
+    drawn_by: list[Tensor] = []
+    draw = reference.draw
+
+    def capture(weights: Tensor, *numbers: Tensor) -> Tensor:
+        drawn_by.append(weights.double() / weights.double().sum(dim=-1, keepdim=True))
+        return draw(weights, *numbers)
+
+    monkeypatch.setattr(reference, "draw", capture)
+    for rows in ((target, draft), (target.double(), draft.double())):
+        verdict = reference.verify(rows[0], token, rows[1], seed=torch.arange(64), position=torch.arange(64))
+        assert (verdict.num_accepted == 0).all()
+    exact = (target[:, 0].double().softmax(dim=-1) - draft[:, 0].double().softmax(dim=-1)).clamp(min=0)
+    exact /= exact.sum(dim=-1, keepdim=True)
+    single, double = ((weights - exact).abs().sum(dim=-1).mean().item() / 2 for weights in drawn_by)
+    assert double < 1e-9 and single < most
 
 
 def test_strides_do_not_matter() -> None:
