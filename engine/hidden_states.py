@@ -16,7 +16,7 @@ class HiddenStates:
 
     Args:
         layers: in the counting of transformers' `hidden_states`: i < L is what layer i reads (0: the embeddings), L what
-            the head reads, behind the last norm.
+            the head reads, behind the last norm. L + 1 is what the last layer gives, before that norm.
         cache: whose slots and capacity these follow.
 
     Attributes:
@@ -28,7 +28,7 @@ class HiddenStates:
         self.states = torch.empty(0)
 
     def write(self, hidden_states: Sequence[Tensor]) -> None:
-        """Keep those of the call that the cache is planned for; hidden_states: of all layers, [n, W, H] each."""
+        """Keep those of the call that the cache is planned for; hidden_states: all that `layers` counts, [n, W, H] each."""
         new = torch.cat([hidden_states[layer] for layer in self.layers], dim=-1)
         capacity = self._cache.capacity
         if self.states.numel() == 0 or self.states.shape[1] <= capacity:

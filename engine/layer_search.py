@@ -17,7 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from . import prompts as prompting
 from .config import SamplingParams, check_int
-from .drafters.layer_skip import DecoderLayers, LayerSkipDrafter
+from .decoder_layers import DecoderLayers
+from .drafters.layer_skip import LayerSkipDrafter
 from .drafters.named import layer_skip_name
 from .engine import Engine
 from .loading import load

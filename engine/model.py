@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import AttentionSwitch
 from .backend import MAX_HEAD_DIM
 from .cache import RaggedCache
 from .compiled import CompiledForward
+from .decoder_layers import DecoderLayers, outputs_of
 from .errors import UnsupportedModelError
 from .hidden_states import HiddenStates
 from .support import TESTED, check_supported, context_length, head_sizes, vocab_size, why_eager
@@ -80,6 +81,7 @@ class RaggedModel:
         self.cache.whole_buffers = self._attention.ragged
         self.skips_padding = not exact and self._attention.unpadded and needs_no_padding(model)
         self._hidden: list[HiddenStates] = []
+        self._last_layer: nn.Module | None = None  # where what it gives is wanted
         if compile and not (self._attention.unpadded and needs_no_padding(model)):
             raise UnsupportedModelError(
                 f"compile=True needs a CPU and one of the tested architectures with attention 'sdpa', looked up by transformers; "
@@ -94,10 +96,19 @@ class RaggedModel:
 
         Raises:
             ValueError: if the model has no such layers.
+            UnsupportedModelError: if they cannot be had of such a model.
         """
-        most = self.config.num_hidden_layers
-        if not layers or min(layers) < 0 or max(layers) > most:
-            raise ValueError(f"layers must be in [0, {most}], as the target has {most} layers, got {list(layers)}")
+        count = self.config.num_hidden_layers
+        if not layers or min(layers) < 0 or max(layers) > count + 1:
+            raise ValueError(
+                f"layers must be in [0, {count + 1}], as the target has {count} layers, got {list(layers)}"
+            )
+        if count + 1 in layers:
+            if self.compiled is not None:
+                raise UnsupportedModelError(
+                    "compile must be False where a drafter reads the target before its last norm"
+                )
+            self._last_layer = DecoderLayers(self.model).layers[-1]
         self._hidden.append(HiddenStates(layers, self.cache))
         return self._hidden[-1]
 
@@ -205,11 +216,11 @@ class RaggedModel:
         kept = self._hidden if keep_hidden else []
         if kept:
             arguments["output_hidden_states"] = True
-        with torch.inference_mode(), self._attention.on():
+        with torch.inference_mode(), self._attention.on(), outputs_of(self._last_layer if kept else None) as last:
             run = compiled or (self.model if with_head else self.model.base_model)
             output = run(**arguments)
             for hidden in kept:
-                hidden.write(output.hidden_states)
+                hidden.write((*output.hidden_states, *last))
             result: Tensor = output.logits if with_head else output[0]
             if taken is not None:
                 columns = result.new_zeros(valid.numel(), result.shape[-1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import engine
+from engine.decoder_layers import outputs_of
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -28,6 +29,7 @@ class Head:
         tensors: by the names of the speculators format; drawn at random unless given.
         left_out: tensors that are in no file: they are the target's.
         flags: of FLAGS, those that are on.
+        last_state_normed: the state behind all layers is meant behind the target's last norm.
     """
 
     eagle: int = 3
@@ -41,6 +43,7 @@ class Head:
     fc_bias: bool = False
     left_out: tuple[str, ...] = ("embed_tokens.weight",)
     flags: tuple[str, ...] = ()
+    last_state_normed: bool = True
     window: int | None = None
     max_positions: int = CONTEXT
     eps: float = 1e-5
@@ -136,12 +139,15 @@ class Head:
             },
             **{flag: flag in self.flags for flag in FLAGS},
         }
+        if self.last_state_normed:
+            config["last_state_normed"] = True
         if self.layers:
             config["eagle_aux_hidden_state_layer_ids"] = list(self.layers)
         return write(folder, {**config, **changes}, self.tensors, "model.safetensors")
 
     def repository(self, folder: Path, file_name: str = "pytorch_model.bin", **changes: Any) -> Path:
-        """The EAGLE repository's layouts; that of EAGLE-3 calls its layer `midlayer`."""
+        """The EAGLE repository's layouts; that of EAGLE-3 calls its layer `midlayer`. If the first of the hidden states is 2,
+        the nested part of the config calls them by the layers that give them."""
         layer = self.layer_config()
         if self.eagle == 1:
             config = {**layer, "architectures": ["LlamaForCausalLM"], "bias": self.fc_bias, "torch_dtype": "float16"}
@@ -149,7 +155,8 @@ class Head:
         config = {**layer, "architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float16"}
         config["draft_vocab_size"] = len(self.draft_ids or range(self.vocab))
         if self.layers:
-            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(self.layers)}
+            outputs = self.layers[0] == 2
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - outputs for layer in self.layers]}
         tensors = {name.replace("layers.0.", "midlayer."): value for name, value in self.tensors.items()}
         return write(folder, {**config, **changes}, tensors, file_name)
 
@@ -170,9 +177,12 @@ class Head:
         count = target.config.num_hidden_layers
         layers = self.layers or ((2, count // 2, count - 3) if self.eagle == 3 else (count,))
         with torch.no_grad():
-            states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
+            with outputs_of(target.base_model.layers[-1]) as last:
+                states = list(target(torch.tensor([text]), output_hidden_states=True).hidden_states)
+            if not self.last_state_normed:
+                states[-1] = last[0]
             parts = [states[layer][0] for layer in layers]
-            if self.eagle == 1:
+            if self.eagle == 1 or "fc.weight" not in self.tensors:
                 return parts[0]
             if "fc_norm" in self.flags:
                 parts = [self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]

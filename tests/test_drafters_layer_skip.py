@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 import engine
 from engine import layer_search
-from engine.drafters.layer_skip import DecoderLayers, LayerSkipDrafter
+from engine.decoder_layers import DecoderLayers
+from engine.drafters.layer_skip import LayerSkipDrafter
 from engine.layer_search import AnsweredTexts, LayerSearch, expected_speedup, search_layers
 from engine.model import RaggedModel
 

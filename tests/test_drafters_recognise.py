@@ -180,6 +180,27 @@ def test_kinds_that_are_not_supported(target: PreTrainedModel, tmp_path: Path) -
         engine.load(target, drafter=folder)
     hook.remove()
     assert not calls
+    for config in ({"architectures": ["DFlashDraftModel"]}, {"architectures": ["PEagleDraftModel"]}):
+        folder = write(
+            tmp_path / "named", {**LAYER, "model_type": "qwen3", **config}, {"fc.weight": torch.zeros(2, 2)}, "a.bin"
+        )
+        with pytest.raises(
+            ValueError, match=f"of a kind that is supported .*, got the architecture {config['architectures'][0]}"
+        ):
+            engine.load(target, drafter=folder)
+
+
+def test_a_draft_model_without_all_of_its_weights(target: PreTrainedModel, tmp_path: Path) -> None:
+    tiny("llama", seed=3).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for argument in ({"target": tmp_path}, {"target": target, "drafter": tmp_path}):
+        role = list(argument)[-1]
+        with pytest.raises(
+            ValueError, match=rf"{role} must be an intact checkpoint; .*1 tensors of .* are missing: .*down_proj"
+        ):
+            engine.load(**argument)
 
 
 def test_damaged_checkpoints(target: PreTrainedModel, tmp_path: Path) -> None:

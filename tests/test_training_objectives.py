@@ -1,5 +1,6 @@
 """What training computes: the unrolled EAGLE-3 steps, the losses, the labels; and that drafters draft what was trained."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from engine.drafters import EagleDrafter, MedusaDrafter, MlpSpeculatorDrafter
+from engine.drafters.eagle_model import EagleModel
 from engine.training.answers import Answer
 from engine.training.batches import Batch, batches, collate
 from engine.training.eagle3 import Eagle3Training, Unroll
@@ -93,12 +95,29 @@ def test_a_head_starts_as_the_last_layer() -> None:
     assert other.layers[0].self_attn.q_proj.weight[:, : rows.shape[-1]].any()
 
 
+def other_head(head: EagleModel) -> EagleModel:
+    """As somebody else may have trained it, with the same tensors: other flags, rotary embedding and epsilon."""
+    config = copy.deepcopy(head.config)
+    config.norm_before_residual = config.norm_output = True
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 123.0}
+    config.rms_norm_eps = 0.1
+    other = EagleModel(config)
+    other.load_state_dict(head.state_dict())
+    return other
+
+
 @pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("first", [0, 3])
-def test_unrolled_steps_are_those_of_the_model(cached: bool, first: int) -> None:
+@pytest.mark.parametrize(("first", "started_from_other"), [(0, False), (3, False), (3, True)])
+def test_unrolled_steps_are_those_of_the_model(cached: bool, first: int, started_from_other: bool) -> None:
     """Step s of the chain that starts at j, for every j and s, against the network that drafts, one chain at a time."""
     target = target_of()
     training = eagle(target)
+    network = training.head
+    if started_from_other:
+        network = other_head(training.head)
+        training = Eagle3Training(target, LAYERS, training.draft_ids, STEPS, start=network)
+        network.borrow(training.embeddings)
+    network.double()
     head = training.head.double()
     training.embeddings.double()
     tokens = random_text(target, 10, 4).tokens[None]
@@ -113,7 +132,7 @@ def test_unrolled_steps_are_those_of_the_model(cached: bool, first: int) -> None
                 if start + 1 + step >= tokens.shape[1]:
                     break
                 read = torch.arange(place, start + 1 + step)[None]
-                output = head(
+                output = network(
                     tokens[:, read[0] + 1], features[:, place:], read, past_key_values=cache, use_cache=cached
                 )[0]
                 found, expected = (

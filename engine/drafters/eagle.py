@@ -30,8 +30,9 @@ class EagleDrafter:
 
     Args:
         model: the head, in the target's dtype and on its device when it is attached.
-        layers: the target's hidden states that it reads, in the counting of `HiddenStates`; None: those that EAGLE trains
-            with (the last for EAGLE-1 and 2; layers 2, L/2 and L-3 for EAGLE-3).
+        layers: the target's hidden states that it reads, in the counting of `HiddenStates` up to L, which is behind the last
+            norm or before it as the model's config says; None: those that EAGLE trains with (the last for EAGLE-1 and 2;
+            layers 2, L/2 and L-3 for EAGLE-3).
         greedy: propose what is likeliest instead of drawing from the head's distribution.
         min_reach: on a CPU, where drafts are greedy or the state says that they may end early, drafting ends when the product
             of the head's probabilities of its drafts falls below this in every row; in [0, 1].
@@ -85,8 +86,7 @@ class EagleDrafter:
             ValueError: if the head was made for a target of another size.
         """
         config, count = self.model.config, target.config.num_hidden_layers
-        usual = usual_layers(count) if config.eagle == 3 else (count,)
-        layers = self.layers or usual
+        layers = self.layers or (usual_layers(count) if config.eagle == 3 and config.fuses else (count,))
         if max(layers) > count or min(layers) < 0:
             raise ValueError(f"{self._source} reads hidden states {list(layers)}, but the target has {count} layers")
         for name, own, theirs in (
@@ -99,6 +99,8 @@ class EagleDrafter:
         output = self._borrow(target)
         self._vocabulary = DraftVocabulary(self.model.target_ids, target.vocab_size, output)
         pack_linears(self.model)
+        if not config.last_state_normed:
+            layers = tuple(layer + (layer == count) for layer in layers)
         self._hidden = target.keep_hidden_states(layers)
         self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
         if not _is_dynamic(config):  # such rotary embeddings go on; heads are often trained on short texts

@@ -1,12 +1,17 @@
 """Checkpoints of EAGLE heads: the speculators format (EAGLE-3), and the EAGLE repository's (EAGLE-1, 2 and 3)."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from .eagle_model import EagleModel, eagle_config
 from .head_files import HeadFiles, fill
+
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
@@ -16,28 +21,34 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
         ValueError: for tensors that are missing, extra or of another shape than the config says; for a config or a
             vocabulary that cannot be.
     """
-    tensors = {name.replace("midlayer.", "layers.0."): value for name, value in files.tensors.items()}
+    nested = _dictionary(files, "eagle_config")  # NVIDIA's and SpecForge's heads have theirs one level down
+    layers = _layers(files.config, nested, files.folder / "config.json")
+    files = replace(files, config={**nested, **files.config})
+    config, tensors = files.config, _by_usual_names(files.tensors)
     embeddings = tensors.pop("embed_tokens.weight", None)
-    config = {**_dictionary(files, "eagle_config"), **files.config}  # NVIDIA's heads have theirs one level down
     eagle3 = config.get("speculators_model_type") == "eagle3" or any(
         name in tensors for name in ("layers.0.hidden_norm.weight", "norm.weight", "d2t")
     )
-    layer_config = _layer_config(files)
+    if not eagle3:
+        tensors.pop("lm_head.weight", None)  # the target's is used
+    layer_config = _layer_config(files, tensors)
     if eagle3 and "t2d" in tensors:
         layer_config.vocab_size = len(tensors["t2d"])
     elif "target_vocab_size" in config:
         layer_config.vocab_size = files.number("target_vocab_size")
     vocab_size = layer_config.vocab_size
-    layers = _layers(files, config) if eagle3 else None
+    fuses = eagle3 and config.get("use_aux_hidden_state") is not False
+    layers = layers if fuses else None
     own = eagle_config(
         layer_config,
         eagle=3 if eagle3 else 1,
-        feature_size=files.number("target_hidden_size")
-        if config.get("target_hidden_size")
-        else layer_config.hidden_size,
-        num_features=len(layers) if layers else 3,
+        feature_size=files.number("target_hidden_size", layer_config.hidden_size),
+        num_features=(len(layers) if layers else 3) if fuses else 1,
         draft_vocab_size=files.number("draft_vocab_size", vocab_size) if eagle3 else vocab_size,
+        fuses=fuses,
         fc_bias="fc.bias" in tensors,
+        output_bias="layers.0.self_attn.o_proj.bias" in tensors,
+        last_state_normed=not fuses or bool(config.get("last_state_normed")),
         **{
             name: bool(config.get(name))
             for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -61,6 +72,12 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
     return model, layers
 
 
+def _by_usual_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without a prefix that some have; the one layer of EAGLE-3 is `midlayer` in the repository. Frequencies are worked out."""
+    names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in tensors}
+    return {names[name]: value for name, value in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
 def _dictionary(files: HeadFiles, name: str) -> dict[str, Any]:
     """A part of the config; empty where there is none."""
     value = files.config.get(name) or {}
@@ -69,24 +86,32 @@ def _dictionary(files: HeadFiles, name: str) -> dict[str, Any]:
     return value
 
 
-def _layer_config(files: HeadFiles) -> Any:
-    """Of the decoder layers."""
+def _layer_config(files: HeadFiles, tensors: dict[str, Tensor]) -> Any:
+    """Of the decoder layers. They are a llama's, whatever target `model_type` names, or those of qwen3 with their norms."""
     layer = dict(_dictionary(files, "transformer_layer_config") or files.config)
-    kind = layer.pop("model_type", "llama")
-    if kind not in ("llama", "qwen3"):
-        raise ValueError(f"{files.folder} must hold a head with layers of llama or qwen3, got {kind!r}")
+    layer.pop("model_type", None)
+    kind = "qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama"
+    layer["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors
+    layer["mlp_bias"] = "layers.0.mlp.gate_proj.bias" in tensors
+    if any("midlayer." in name for name in files.tensors):
+        layer["num_hidden_layers"] = 1  # some configs tell how many the target has
     try:
         return AutoConfig.for_model(kind, **{**layer, "num_hidden_layers": layer.get("num_hidden_layers", 1)})
     except Exception as error:  # of many kinds, for values that cannot be
         raise ValueError(f"{files.folder / 'config.json'} must describe layers of {kind}: {error}") from error
 
 
-def _layers(files: HeadFiles, config: dict[str, Any]) -> tuple[int, ...] | None:
-    """The hidden states that the config names."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    layers = config.get(name) or _dictionary(files, "eagle_config").get(name)
+def _layers(config: dict[str, Any], nested: dict[str, Any], file: Path) -> tuple[int, ...] | None:
+    """The hidden states that the config names, in the counting of `HiddenStates`.
+
+    In the nested part they are outputs of layers, counted from 0, if the first is 1 (SpecForge and ModelOpt write it so, and
+    SGLang reads it so; sgl-project/sglang#25454), and inputs otherwise, as at the top level.
+    """
+    own = config.get(_LAYER_IDS)
+    layers = own or nested.get(_LAYER_IDS)
     if not layers:
         return None
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-        raise ValueError(f"{files.folder / 'config.json'} must hold a list of layers {name!r}, got {layers!r}")
-    return tuple(layers)
+        raise ValueError(f"{file} must hold a list of layers {_LAYER_IDS!r}, got {layers!r}")
+    outputs = not own and layers[0] == 1
+    return tuple(layer + outputs for layer in layers)

@@ -29,8 +29,10 @@ class EagleModel(PreTrainedModel):
 
     Args:
         config: of a decoder of one layer or a few, with these attributes: `eagle` (1 or 3), `num_features` (hidden states
-            side by side), `feature_size`, `draft_vocab_size`, `fc_bias`, `norm_before_residual`, `norm_before_fc`,
-            `fc_norm`, `norm_output`.
+            side by side), `feature_size`, `draft_vocab_size`, `fc_bias`, `output_bias` (of attention, which may have one for queries,
+            keys and values alone); for EAGLE-3 `fuses` (states by `fc`, or else it reads one state as it is),
+            `last_state_normed` (whether the state behind all layers is meant behind the target's last norm),
+            `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`.
 
     Attributes:
         d2t, t2d: with a reduced vocabulary: draft id i is target id i + d2t[i] (int64); which target ids are among them.
@@ -57,7 +59,8 @@ class EagleModel(PreTrainedModel):
         self.rotary_emb = rotary(config)
         if config.eagle == 3:
             fused = config.num_features * config.feature_size
-            self.fc = nn.Linear(fused, hidden, bias=config.fc_bias)
+            if config.fuses:
+                self.fc = nn.Linear(fused, hidden, bias=config.fc_bias)
             attention = self.layers[0].self_attn
             for name in ("q_proj", "k_proj", "v_proj"):
                 old = getattr(attention, name)
@@ -77,6 +80,9 @@ class EagleModel(PreTrainedModel):
         else:
             self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
             self.layers[0].input_layernorm = nn.Identity()
+        if not config.output_bias:
+            for own in self.layers:
+                own.get_submodule("self_attn.o_proj").register_parameter("bias", None)
         self.own_embeddings = None
         self._borrowed: dict[str, nn.Module] = {}
         self.post_init()
@@ -114,7 +120,7 @@ class EagleModel(PreTrainedModel):
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's hidden states [..., num_features * feature_size] to a feature [..., H]."""
-        if self.config.eagle != 3:
+        if self.config.eagle != 3 or not self.config.fuses:
             return features
         if self.fc_norm is not None:
             parts = features.split(self.config.feature_size, dim=-1)
@@ -184,7 +190,8 @@ def eagle_config(layer_config: Any, **attributes: Any) -> Any:
     """A copy of a llama or qwen3 config with what `EagleModel` needs beside it."""
     config = copy.deepcopy(layer_config)
     defaults = dict(
-        eagle=3, num_features=3, feature_size=config.hidden_size, draft_vocab_size=config.vocab_size, fc_bias=False,
+        eagle=3, num_features=3, fuses=True, feature_size=config.hidden_size, draft_vocab_size=config.vocab_size,
+        fc_bias=False, output_bias=getattr(config, "attention_bias", False), last_state_normed=True,
         norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
     )  # fmt: skip
     for name, value in {**defaults, **attributes}.items():

@@ -24,14 +24,15 @@ class HeadFiles:
 
     def number(self, name: str, default: int | None = None) -> int:
         """A positive integer of the config."""
-        value = self.config.get(name, default)
+        value = self.config.get(name)
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{self.folder / 'config.json'} must hold a positive integer {name!r}, got {value!r}")
         return value
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder.
+    """config.json of a folder. That of an EAGLE head may be wrapped, as vLLM does it: its own keys and, inside, the layer's.
 
     Raises:
         ValueError: if it is no JSON object.
@@ -42,6 +43,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder / 'config.json'} must be a JSON object: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'config.json'} must be a JSON object, got {type(config).__name__}")
+    if config.get("model_type") == "eagle" and isinstance(inner := config.pop("model", None), dict):
+        config = {**inner, **config, "model_type": inner.get("model_type", "llama")}
     return config
 
 

@@ -4,17 +4,14 @@ Early exit after the first layers (LayerSkip, Elhoushi et al., arXiv 2404.16710)
 set of layers (Draft & Verify, Zhang et al., arXiv 2309.08168), which `search_layers` looks for.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from ..backend import DRAFT, SAMPLE, sample
 from ..config import check_bool, check_int
-from ..errors import UnsupportedModelError
+from ..decoder_layers import DecoderLayers
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
 from ..support import TESTED
@@ -100,92 +97,6 @@ class LayerSkipDrafter:
     def graph_key(self) -> Hashable | None:
         """What `propose` depends on beside the state: where the target's K/V lies."""
         return self.target.cache.capacity
-
-
-class DecoderLayers:
-    """The decoder layers of a model, of which some can be left out for a while.
-
-    The model's own forward runs: it is given a shorter list. Each layer knows its place in the cache by itself; what a model
-    looks up by a layer's place in the list is in the config, which is shortened likewise.
-
-    Args:
-        model: any decoder that keeps its layers in one `nn.ModuleList`.
-
-    Raises:
-        UnsupportedModelError: if there is no such list.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._text_config = model, model.config.get_text_config()
-        self._parent, self._name = _find(model, self._text_config)
-        self.layers: nn.ModuleList = getattr(self._parent, self._name)
-        self._config = getattr(self._parent, "config", self._text_config)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    @contextmanager
-    def only(self, layers: Sequence[int]) -> Iterator[None]:
-        """While this is entered, the model has these layers alone."""
-        config = self._config
-        changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
-        if (types := getattr(config, "layer_types", None)) is not None:
-            changes["layer_types"] = [types[layer] for layer in layers]
-        own = {name: getattr(config, name) for name in changes}
-        try:
-            setattr(self._parent, self._name, nn.ModuleList([self.layers[layer] for layer in layers]))
-            for name, value in changes.items():
-                setattr(config, name, value)
-            yield
-        finally:
-            setattr(self._parent, self._name, self.layers)
-            for name, value in own.items():
-                setattr(config, name, value)
-
-    @torch.inference_mode()
-    def probe(self, layers: Sequence[int]) -> None:
-        """Hold a plain call with these layers against one in which the others run and hand on what they were given.
-
-        Raises:
-            UnsupportedModelError: if they differ by more than rounding.
-        """
-        kind = self._text_config.model_type
-        tokens = torch.arange(6, device=self._model.device)[None] % self._text_config.vocab_size
-        with ExitStack() as hooks:
-            for layer in set(range(len(self))) - set(layers):
-                hooks.enter_context(self.layers[layer].register_forward_hook(_hand_on, with_kwargs=True))
-            expected = self._model(input_ids=tokens, use_cache=False).logits.float()
-        try:
-            with self.only(layers):
-                logits = self._model(input_ids=tokens, use_cache=False).logits.float()
-        except Exception as error:
-            raise UnsupportedModelError(f"layers of type {kind!r} cannot be left out: {error}") from error
-        difference, scale = (logits - expected).abs().max(), expected.std()
-        if not difference <= 0.1 * scale:
-            raise UnsupportedModelError(
-                f"layers of type {kind!r} cannot be left out: those behind depend on more than the hidden states "
-                f"(difference {difference:.2g} at a standard deviation of {scale:.2g})"
-            )
-
-
-def _find(model: PreTrainedModel, config: Any) -> tuple[nn.Module, str]:
-    """The module that holds the list of decoder layers, and the list's name there."""
-    for parent in model.base_model.modules():  # outer ones first
-        for name, child in parent.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
-                places = [{getattr(part, "layer_idx", None) for part in layer.modules()} - {None} for layer in child]
-                if places == [{layer} for layer in range(len(child))]:
-                    return parent, name
-    raise UnsupportedModelError(
-        f"target of type {config.model_type!r} has no list of {config.num_hidden_layers} decoder layers that know their "
-        f"place in the cache (layer_idx): none can be left out"
-    )
-
-
-def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """A forward hook: the hidden states that a layer was given, in place of those that it returns."""
-    given = args[0] if args else kwargs["hidden_states"]
-    return (given, *output[1:]) if isinstance(output, tuple) else given
 
 
 def _checked(given: Any) -> tuple[int, ...]:

@@ -17,18 +17,20 @@ from .medusa import MedusaDrafter
 from .mlp import MlpSpeculatorDrafter
 
 SPECULATORS = ("eagle3",)  # values of speculators_model_type
-_FEW_LAYERS = 1  # of an EAGLE head whose config is that of a decoder
+# Parts of names of architectures that draft in other ways than those known here, lower case; transformers would take some of
+# these checkpoints for a draft model without most of its weights.
+UNSUPPORTED = ("dflash", "dspark", "peagle", "mtp")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 def recognise(location: str | Path) -> Drafter | None:
     """The learned drafter in a folder or a hub repository; None if it is none of those known here (a draft model, then).
 
-    The config decides; for the first EAGLE heads, which have that of a decoder with one layer, the names of the tensors.
+    The config decides; for the first EAGLE heads, which have that of their target with one layer, the names of the tensors.
     Of a hub repository whose config is not a drafter's, nothing but the config is fetched.
 
     Raises:
-        ValueError: for a `speculators_model_type` that is not supported; for a damaged checkpoint.
+        ValueError: for a `speculators_model_type` or an architecture that is not supported; for a damaged checkpoint.
         OSError: for a hub id that cannot be had.
     """
     folder = Path(location).expanduser()
@@ -60,19 +62,24 @@ def _kind(config: dict[str, Any], names: Collection[str] = ()) -> Any:
             return kind
     architectures = config.get("architectures") or []
     architectures = [architectures] if isinstance(architectures, str) else architectures
+    for name in map(str, architectures):
+        if any(part in name.lower() for part in UNSUPPORTED) or "dflash_config" in config:
+            raise ValueError(
+                f"drafter must be of a kind that is supported (see engine.load), got the architecture {name}"
+            )
     if (
         speculator is not None
         or "draft_vocab_size" in config
         or "eagle_config" in config
         or any("eagle" in str(name).lower() for name in architectures)
-        or (_may_be_eagle(config) and "fc.weight" in names)
+        or (_may_be_eagle(config) and not {"fc.weight", "model.fc.weight"}.isdisjoint(names))
     ):
         return EagleDrafter
     return None
 
 
 def _may_be_eagle(config: dict[str, Any]) -> bool:
-    return config.get("model_type", "llama") in ("llama", "qwen3") and config.get("num_hidden_layers") == _FEW_LAYERS
+    return config.get("num_hidden_layers") == 1
 
 
 def _names(folder: Path, config: dict[str, Any]) -> list[str]:

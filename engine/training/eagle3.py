@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from ..decoder_layers import DecoderLayers
 from ..drafters.eagle_model import EagleModel, eagle_config
-from ..drafters.layer_skip import DecoderLayers
 from ..support import context_length
 from .batches import Batch
 from .objectives import STEP_DECAY
@@ -36,6 +36,8 @@ class Eagle3Training(nn.Module):
         num_steps: own steps that are unrolled.
         freeze_head: keep the target's rows as the head's output matrix; a batch then adds its own tokens to the draft
             vocabulary, as a text does that is drafted (`DraftVocabulary`).
+        start: begin with the weights of this head, which passed `check_start`, and go by its config; with its output matrix,
+            unless that is the target's.
     """
 
     def __init__(
@@ -45,11 +47,15 @@ class Eagle3Training(nn.Module):
         draft_ids: Tensor,
         num_steps: int = 4,
         freeze_head: bool = False,
+        start: EagleModel | None = None,
     ) -> None:
         super().__init__()
         config = target.config.get_text_config()
         self.layers, self.num_steps, self.freeze_head = layers, num_steps, freeze_head
-        self.head = EagleModel(head_config(config, len(layers), len(draft_ids))).float()
+        own = head_config(config, len(layers), len(draft_ids)) if start is None else copy.deepcopy(start.config)
+        own.draft_vocab_size = len(draft_ids)
+        own.last_state_normed = config.num_hidden_layers in layers  # as `Batch.hidden` is
+        self.head = EagleModel(own).float()
         # A copy of the module: some scale what they look up.
         self.embeddings = copy.deepcopy(target.get_input_embeddings()).float().requires_grad_(False)
         self.head.borrow(self.embeddings)
@@ -59,17 +65,15 @@ class Eagle3Training(nn.Module):
             if hasattr(self.head, "d2t"):
                 self.head.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
                 self.head.t2d[draft_ids] = True
-            start_as_last_layer(self.head, target, layers)
+            if start is None:
+                start_as_last_layer(self.head, target, layers)
+            else:
+                skipped = ("d2t", "t2d", "lm_head.weight") if start.head_is_targets else ()
+                found = {name: value for name, value in start.state_dict().items() if name not in skipped}
+                self.head.load_state_dict(found, strict=False)
         self.head.lm_head.weight.requires_grad = not freeze_head
         self.draft_ids: Tensor
         self.register_buffer("draft_ids", draft_ids, persistent=False)
-
-    def start_from(self, head: EagleModel) -> None:
-        """Begin with the weights of a head that passed `check_start`; with its output matrix, unless that is the target's."""
-        skipped = ("d2t", "t2d", "lm_head.weight") if head.head_is_targets else ()
-        found = {name: value for name, value in head.state_dict().items() if name not in skipped}
-        self.head.load_state_dict(found, strict=False)
-        self.head.config.norm_before_residual = head.config.norm_before_residual
 
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """The loss, and for each step the number of chains and of those whose draft the target would accept greedily."""
@@ -95,7 +99,7 @@ class Eagle3Training(nn.Module):
             there = (answers & (chain + 1 + step < batch.lengths[:, None]))[:, : count - step]
             if not bool(there.any()):
                 break
-            normed = self.head.norm(hidden[:, : count - step][there])
+            normed = self.head.normed(hidden[:, : count - step][there])
             where = row[:, step:][there]
             entropy, drafts = soft.cross_entropy(normed, where)
             loss = loss + STEP_DECAY**step * entropy
@@ -161,7 +165,8 @@ class Unroll:
             self._keys, self._values = keys, values
         residual = normed if self._head.config.norm_before_residual else feature
         hidden = residual + layer.self_attn.o_proj(self._attend(queries))
-        self._features = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        self._features = self._head.norm(hidden) if self._head.config.norm_output else hidden
         self._steps += 1
         return self._features
 
@@ -215,13 +220,22 @@ def start_as_last_layer(head: EagleModel, target: PreTrainedModel, layers: tuple
         head.fc.weight[:, last * size : (last + 1) * size] = torch.eye(size)
 
 
-def check_start(head: EagleModel, target: PreTrainedModel) -> None:
-    """Whether a training for the target can begin with this head.
+def check_start(head: EagleModel, layers: tuple[int, ...], target: PreTrainedModel) -> None:
+    """Whether a training for the target can begin with this head, which reads these hidden states.
 
     Raises:
-        ValueError: naming the tensors by which it differs from the heads that `Eagle3Training` makes.
+        ValueError: naming the tensors by which it differs from the heads that `Eagle3Training` makes, or the layer.
     """
     config = target.config.get_text_config()
+    if len(layers) != head.config.num_features:
+        raise ValueError(
+            f"layers must be {head.config.num_features}, as many as the head of start_from reads, got {list(layers)}"
+        )
+    if config.num_hidden_layers in layers and not head.config.last_state_normed:
+        raise ValueError(
+            f"start_from must be a head that reads the target between layers or behind its last norm, got one that reads "
+            f"what comes before that norm ({config.num_hidden_layers} in {list(layers)})"
+        )
     with torch.device("meta"):
         own = EagleModel(head_config(config, head.config.num_features, head.config.draft_vocab_size)).state_dict()
     theirs = head.state_dict()

@@ -66,17 +66,17 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     start = None
     if options.start_from is not None:
         start = _head_to_start_from(options)
-        options = replace(options, layers=start.layers or ())
+        options = replace(options, layers=start.layers or options.layers)
     llm = load(
         options.target, None, exact=False, max_batch_size=options.batch_size, dtype=options.dtype, device=options.device
     )
     target, tokenizer = llm.target_model, llm.tokenizer
     num_layers: int = target.config.get_text_config().num_hidden_layers
     if options.method == "eagle3" and not options.layers:
-        options = replace(options, layers=layers_to_read(num_layers))
+        options = replace(options, layers=layers_to_read(num_layers) if start is None else usual_layers(num_layers))
     layers = _layers(target, options)
     if start is not None:
-        check_start(start.model, target)
+        check_start(start.model, options.layers, target)
     limit = min(options.max_length, llm.max_length)
     ids = [_encode(prompt, index, llm, limit, options.chat) for index, prompt in enumerate(prompts)]
     work = begin(out, settings)
@@ -153,9 +153,9 @@ def _head_to_start_from(options: TrainingOptions) -> EagleDrafter:
     """
     name = str(options.start_from)
     found = named(name)
-    if not isinstance(found, EagleDrafter) or found.model.config.eagle != 3 or not found.layers:
-        raise ValueError(f"start_from must be an EAGLE-3 head that says which layers it reads, got {name!r}")
-    if options.layers and options.layers != found.layers:
+    if not isinstance(found, EagleDrafter) or found.model.config.eagle != 3:
+        raise ValueError(f"start_from must be an EAGLE-3 head, got {name!r}")
+    if options.layers and found.layers and options.layers != found.layers:
         raise ValueError(f"layers must be {list(found.layers)}, those of the head {name}, got {list(options.layers)}")
     if options.freeze_head and not found.model.head_is_targets:
         raise ValueError(f"freeze_head must be False, as the head {name} has an output matrix of its own")
@@ -182,9 +182,8 @@ def _objective(
             ids = frequent_tokens(answers, vocab_size(target), options.draft_vocab_size)
         else:
             ids = start.model.target_ids
-        made = Eagle3Training(target, options.layers, ids, options.num_steps, freeze_head=options.freeze_head)
-        if start is not None:
-            made.start_from(start.model)
+        begin_with = None if start is None else start.model
+        made = Eagle3Training(target, options.layers, ids, options.num_steps, options.freeze_head, begin_with)
     return made.to(target.device)
 
 
