@@ -65,7 +65,7 @@ def read_checkpoint(
         if num_ranks > 1:
             options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
     try:
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **options)
+        model = whole_model(location, dtype=dtype, **options)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # safetensors and transformers have many kinds for damaged weights
@@ -76,6 +76,20 @@ def read_checkpoint(
         model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
         pack_linears(model)
     return Checkpoint(model, tokenizer)
+
+
+def whole_model(location: str | Path, **options: Any) -> PreTrainedModel:
+    """As `from_pretrained`, which draws what is missing at random, loads it.
+
+    Raises:
+        ValueError: naming tensors that are missing.
+    """
+    found: Any = AutoModelForCausalLM.from_pretrained(location, output_loading_info=True, **options)
+    model: PreTrainedModel = found[0]
+    if missing := sorted(found[1]["missing_keys"]):
+        names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
+        raise ValueError(f"{len(missing)} tensors of a {type(model).__name__} are missing: {names}")
+    return model
 
 
 def _locate(source: str, role: str, dtype: Any) -> str:

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+
+from .checkpoints import whole_model
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ def _convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     logger.info("converting %s", path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, **options)
+        model = whole_model(path.parent, **options)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except ImportError:
         raise
