@@ -106,6 +106,14 @@ def train(
     seed: Annotated[
         int, _option("--seed", "Random seed: of answers, first weights and the order of texts.")
     ] = _DEFAULT.seed,
+    max_disk_gb: Annotated[
+        float | None,
+        _option(
+            "--max-disk-gb",
+            "GB of hidden states on the disk, at most: the target reads other texts again in each epoch.",
+            show_default="as many as there are",
+        ),
+    ] = None,
     debug: options.Debug = False,
 ) -> None:
     """Train a drafter for a target, on what the target answers to prompts.
@@ -122,7 +130,7 @@ def train(
         draft_vocab_size=draft_vocab_size, layers=tuple(layers or ()), start_from=start_from,
         freeze_head=freeze_head, num_steps=num_steps, num_layers=num_layers, learn_prompts=learn_prompts,
         epochs=epochs, learning_rate=learning_rate, tokens_per_batch=tokens_per_batch, seed=seed,
-        dtype=dtype, device=device,
+        max_disk_gb=max_disk_gb, dtype=dtype, device=device,
     )  # fmt: skip
     from transformers.utils import logging
 

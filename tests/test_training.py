@@ -425,6 +425,16 @@ def test_a_disk_that_is_full_when_a_drafter_is_saved(method: str, target: Path, 
 
 
 @pytest.mark.usefixtures("no_plot")
+def test_little_room_for_the_hidden_states(target: Path, whole: Path, tmp_path: Path) -> None:
+    """Then the target reads the texts again in every epoch, and nothing else changes."""
+    out = copy_of(whole, tmp_path / "out", "training", "validation", *TRAINING)
+    train_drafter(PROMPTS, out, options(target, max_disk_gb=0))
+    assert not list(out.rglob("hidden-*"))
+    train_drafter(PROMPTS, out, options(target))  # with room after all
+    assert_same(out, whole)
+
+
+@pytest.mark.usefixtures("no_plot")
 def test_no_room_for_the_hidden_states(
     target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +442,7 @@ def test_no_room_for_the_hidden_states(
     usage = shutil.disk_usage(out)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(
-        OSError, match=r"hidden states of \d+ tokens need .* GB in .*: give fewer prompts or another --out"
+        OSError, match=r"hidden states need .* GB in .*: give a lower max_disk_gb, fewer prompts or another --out"
     ):
         train_drafter(PROMPTS, out, options(target))
     assert not list(out.rglob("hidden-*"))
@@ -535,6 +545,7 @@ def test_a_folder_that_cannot_be_made(target: Path) -> None:
         ),
         ({"layers": 3}, "layers must be a list of ints, got 3"),
         ({"chat": "no"}, "chat must be True or False, got 'no'"),
+        ({"max_disk_gb": -1}, "max_disk_gb must be a finite number >= 0, or None, got -1"),
         ({"start_from": "head", "method": "mlp"}, "start_from must be None for the method mlp, got 'head'"),
         (
             {"freeze_head": True, "method": "medusa"},

@@ -1,7 +1,8 @@
 """What training computes: the unrolled EAGLE-3 steps, the losses, the labels; and that drafters draft what was trained."""
 
 import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from engine.training.answers import Answer
 from engine.training.batches import Batch, batches, collate
 from engine.training.eagle3 import Eagle3Training, Unroll
 from engine.training.eagle3_files import save_eagle3
-from engine.training.hidden import Text, keep_hidden_states, read_texts
+from engine.training.hidden import KeptTexts, Text
 from engine.training.loop import acceptance, evaluate, learning_rate
 from engine.training.objectives import STEP_DECAY, DraftModelTraining, HeadTraining, MedusaTraining, MlpTraining
 from engine.training.run import frequent_tokens
@@ -356,18 +357,26 @@ def test_learning_rate_rises_and_falls() -> None:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
-    """Three files with hidden states of 30 texts."""
+def kept(tmp_path_factory: pytest.TempPathFactory) -> KeptTexts:
+    """30 texts in three files."""
+    kept = kept_texts(tmp_path_factory.mktemp("hidden"))
+    kept.write()
+    return kept
+
+
+def kept_texts(folder: Path) -> KeptTexts:
+    """30 texts in three groups, none in a file."""
+    answers = [Answer(list(range(2, 4 + i % 5)), list(range(10, 11 + i))) for i in range(30)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.training.hidden.TEXTS_PER_FILE", 12)
-        answers = [Answer(list(range(2, 4 + i % 5)), list(range(10, 11 + i))) for i in range(30)]
-        yield keep_hidden_states(target_of(), answers, (1, 2), tmp_path_factory.mktemp("hidden"), 20)
+        return KeptTexts(target_of(), answers, (1, 2), folder, 20)
 
 
-def test_kept_hidden_states_are_those_of_the_target(files: list[Path]) -> None:
+def test_kept_hidden_states_are_those_of_the_target(kept: KeptTexts) -> None:
     target = target_of()
-    texts = [text for file in files for text in read_texts(file)]
-    assert len(files) == 3 and len(texts) == 30
+    texts = [text for group in kept for text in group]
+    assert len(kept) == len(kept.files) == 3 and len(texts) == 30
+    assert kept.num_tokens == sum(len(text.tokens) for text in texts)
     assert max(len(text.tokens) for text in texts) == 20  # cut
     for text in texts:
         assert text.hidden.dtype == torch.float32
@@ -375,10 +384,28 @@ def test_kept_hidden_states_are_those_of_the_target(files: list[Path]) -> None:
         assert text.tokens[text.prompt_length :].tolist() == list(range(10, 10 + len(text.tokens) - text.prompt_length))
 
 
-def test_batches_hold_every_text_once(files: list[Path]) -> None:
+def test_texts_for_which_there_is_no_room(kept: KeptTexts, tmp_path: Path) -> None:
+    """They are read when they are asked for, and are the same to the last bit."""
+    of_first = kept.files[0].stat().st_size
+    bytes_of_first = sum(len(text.tokens) for text in kept[0]) * (2 * 32 * 4 + 8)
+    assert kept.num_bytes == kept.num_tokens * (2 * 32 * 4 + 8)
+    for room, expected in ((0.0, 0), (bytes_of_first - 1, 0), (bytes_of_first, 1), (math.inf, 3)):
+        other = kept_texts(tmp_path / f"{room}")
+        other.files[0].parent.mkdir()
+        other.write(room)
+        assert [file.exists() for file in other.files] == [index < expected for index in range(3)]
+        for group, same in zip(other, kept, strict=True):
+            for text, text_of_file in zip(group, same, strict=True):
+                assert text.prompt_length == text_of_file.prompt_length
+                assert torch.equal(text.tokens, text_of_file.tokens)
+                assert torch.equal(text.hidden, text_of_file.hidden)
+    assert bytes_of_first < of_first < 1.5 * bytes_of_first
+
+
+def test_batches_hold_every_text_once(kept: KeptTexts) -> None:
     def texts_of(seed: int, epoch: int) -> list[tuple[int, ...]]:
         found = []
-        for batch in batches(files, 60, seed, epoch):
+        for batch in batches(kept, 60, seed, epoch):
             assert batch.tokens.numel() <= 60
             assert batch.hidden.shape == (*batch.tokens.shape, 64)
             found += [tuple(row[:length].tolist()) for row, length in zip(batch.tokens, batch.lengths, strict=True)]
@@ -387,16 +414,12 @@ def test_batches_hold_every_text_once(files: list[Path]) -> None:
     first = texts_of(0, 0)
     assert first == texts_of(0, 0)
     assert first != texts_of(0, 1) and first != texts_of(1, 0)
-    assert (
-        sorted(first)
-        == sorted(texts_of(0, 1))
-        == sorted(tuple(t.tokens.tolist()) for f in files for t in read_texts(f))
-    )
-    assert all(len(b.tokens) == 1 for b in batches(files, 1, 0, 0))
+    assert sorted(first) == sorted(texts_of(0, 1)) == sorted(tuple(t.tokens.tolist()) for group in kept for t in group)
+    assert all(len(b.tokens) == 1 for b in batches(kept, 1, 0, 0))
 
 
-def test_batches_to_learn_prompts_from(files: list[Path]) -> None:
-    answers, all_tokens = (list(batches(files, 60, 0, 0, learn_prompts=choice)) for choice in (False, True))
+def test_batches_to_learn_prompts_from(kept: KeptTexts) -> None:
+    answers, all_tokens = (list(batches(kept, 60, 0, 0, learn_prompts=choice)) for choice in (False, True))
     assert all(batch.prompt_lengths.all() for batch in answers)
     assert not any(batch.prompt_lengths.any() for batch in all_tokens)
     sums = [sum(int(batch.tokens.sum()) for batch in found) for found in (answers, all_tokens)]

@@ -2,16 +2,23 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .hidden import Text, read_texts
+from .hidden import Text
 
-_FILES_AT_A_TIME = 4  # mixed with each other; so many are in memory
+_GROUPS_AT_A_TIME = 4  # mixed with each other; so many are in memory
+
+
+class TextGroups(Protocol):
+    """Groups of texts, which may be read when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sequence[Text]: ...
 
 
 class Batch(NamedTuple):
@@ -28,7 +35,7 @@ class Batch(NamedTuple):
 
 
 def batches(
-    files: Sequence[Path], tokens_per_batch: int, seed: int, epoch: int, learn_prompts: bool = False
+    groups: TextGroups, tokens_per_batch: int, seed: int, epoch: int, learn_prompts: bool = False
 ) -> Iterator[Batch]:
     """All texts once, on the CPU; those of a batch have prompts of like length.
 
@@ -37,15 +44,16 @@ def batches(
         learn_prompts: a prompt counts as part of its answer.
     """
     rng = random.Random(f"{seed}/{epoch}")
-    order = list(files)
+    order = list(range(len(groups)))
     rng.shuffle(order)
-    for begin in range(0, len(order), _FILES_AT_A_TIME):
-        texts = [text for file in order[begin : begin + _FILES_AT_A_TIME] for text in read_texts(file)]
+    for begin in range(0, len(order), _GROUPS_AT_A_TIME):
+        texts = [text for index in order[begin : begin + _GROUPS_AT_A_TIME] for text in groups[index]]
         if learn_prompts:
             texts = [text._replace(prompt_length=0) for text in texts]
-        groups = list(_groups(sorted(texts, key=lambda text: (text.prompt_length, len(text.tokens))), tokens_per_batch))
-        rng.shuffle(groups)
-        yield from (collate(group) for group in groups)
+        texts.sort(key=lambda text: (text.prompt_length, len(text.tokens)))
+        neighbours = list(_neighbours(texts, tokens_per_batch))
+        rng.shuffle(neighbours)
+        yield from map(collate, neighbours)
 
 
 def collate(texts: Sequence[Text]) -> Batch:
@@ -58,8 +66,8 @@ def collate(texts: Sequence[Text]) -> Batch:
     )
 
 
-def _groups(texts: Sequence[Text], tokens_per_batch: int) -> Iterator[list[Text]]:
-    """Neighbours, as many as stay within so many tokens with padding."""
+def _neighbours(texts: Sequence[Text], tokens_per_batch: int) -> Iterator[list[Text]]:
+    """As many as stay within so many tokens with padding."""
     group: list[Text] = []
     for text in texts:
         longest = max(len(text.tokens), *(len(other.tokens) for other in group), 0)

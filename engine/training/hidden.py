@@ -5,6 +5,8 @@ A file holds some texts, one behind the other. For token t of the file: `tokens[
 [offsets[i], offsets[i + 1]), and its answer begins after `prompt_lengths[i]` tokens.
 """
 
+import itertools
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,42 +35,87 @@ class Text(NamedTuple):
     prompt_length: int
 
 
-def keep_hidden_states(
-    model: PreTrainedModel, answers: Sequence[Answer], layers: Sequence[int], folder: Path, max_length: int
-) -> list[Path]:
-    """Write the files that are not there yet, and return all of them.
+class KeptTexts:
+    """Texts with their hidden states, `TEXTS_PER_FILE` to a group: a group is in its file or, where there is none, the target
+    reads it each time that it is asked for.
 
     Args:
         layers: in the counting of `HiddenStates`, the last one that of the head's input.
+        folder: of the files.
         max_length: texts are cut to so many tokens.
 
     Raises:
-        ValueError: before any work, if a file that is there is damaged.
-        OSError: before any work, if the disk has no room for them; or if one cannot be written. What is there stays.
+        ValueError: if a file that is there is damaged.
     """
-    groups = [answers[begin : begin + TEXTS_PER_FILE] for begin in range(0, len(answers), TEXTS_PER_FILE)]
-    files = [folder / f"hidden-{index:05}.safetensors" for index in range(len(groups))]
-    todo = [(file, group) for file, group in zip(files, groups, strict=True) if not file.exists()]
-    for file in set(files) - {file for file, _ in todo}:
-        tokens_in(file)
-    tokens = [min(len(a.prompt_token_ids) + len(a.token_ids), max_length) for _, group in todo for a in group]
-    width = len(layers) * model.config.get_text_config().hidden_size * model.dtype.itemsize
-    needed, free = sum(tokens) * (width + 8), shutil.disk_usage(folder).free
-    if needed > 0.95 * free:
-        raise OSError(
-            f"the hidden states of {sum(tokens)} tokens need {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB "
-            f"are free: give fewer prompts or another --out"
-        )
-    with tqdm(total=sum(tokens), unit="token", unit_scale=True, desc="hidden states") as bar:
-        for file, group in todo:
-            _write(file, list(_read(model, group, layers, max_length, bar)))
-    return files
+
+    def __init__(
+        self, model: PreTrainedModel, answers: Sequence[Answer], layers: Sequence[int], folder: Path, max_length: int
+    ) -> None:
+        self._model, self._layers, self._max_length = model, layers, max_length
+        self._groups = [answers[begin : begin + TEXTS_PER_FILE] for begin in range(0, len(answers), TEXTS_PER_FILE)]
+        self._folder = folder
+        self.files = [folder / f"hidden-{index:05}.safetensors" for index in range(len(self._groups))]
+        for file in self.files:
+            if file.exists():
+                tokens_in(file)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: int) -> list[Text]:
+        if self.files[index].exists():
+            return read_texts(self.files[index])
+        with self._bar(self._tokens(index), leave=False) as bar:
+            return self._read(index, bar)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts."""
+        return sum(map(self._tokens, range(len(self))))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(map(self._bytes, range(len(self))))
+
+    def write(self, room: float = math.inf) -> None:
+        """Make the files that are not there yet, one after the other, as long as all files take at most `room` bytes.
+
+        Raises:
+            OSError: before any work, if the disk has not as much; or if a file cannot be written. What is there stays.
+        """
+        sizes = itertools.accumulate(map(self._bytes, range(len(self))))
+        todo = [i for i, size in enumerate(sizes) if size <= room and not self.files[i].exists()]
+        needed = sum(map(self._bytes, todo))
+        free = shutil.disk_usage(self._folder).free
+        if needed > 0.95 * free:
+            raise OSError(
+                f"hidden states need {needed / 1e9:.1f} GB in {self._folder}, where {free / 1e9:.1f} GB are free: give a lower "
+                f"max_disk_gb, fewer prompts or another --out"
+            )
+        with self._bar(sum(map(self._tokens, todo))) as bar:
+            for index in todo:
+                _write(self.files[index], self._read(index, bar))
+
+    def _bytes(self, index: int) -> int:
+        width: int = len(self._layers) * self._model.config.get_text_config().hidden_size * self._model.dtype.itemsize
+        return self._tokens(index) * (width + 8)
+
+    def _tokens(self, index: int) -> int:
+        return sum(min(len(a.prompt_token_ids) + len(a.token_ids), self._max_length) for a in self._groups[index])
+
+    @staticmethod
+    def _bar(tokens: int, leave: bool = True) -> tqdm:
+        return tqdm(total=tokens, unit="token", unit_scale=True, desc="hidden states", leave=leave)
+
+    def _read(self, index: int, bar: tqdm) -> list[Text]:
+        return list(_read(self._model, self._groups[index], self._layers, self._max_length, bar))
 
 
 def _read(
     model: PreTrainedModel, group: Sequence[Answer], layers: Sequence[int], max_length: int, bar: tqdm
 ) -> Iterator[Text]:
-    """The texts of a file. Those of like length are read together, with little padding; the longest first."""
+    """The texts of a group. Those of like length are read together, with little padding; the longest first."""
     texts = sorted(((a.prompt_token_ids + a.token_ids)[:max_length], len(a.prompt_token_ids)) for a in group)
     texts.sort(key=lambda text: len(text[0]))
     while texts:

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import EngineError
-from .batches import Batch, batches
+from .batches import Batch, TextGroups, batches
 from .files import replacing
-from .hidden import tokens_in
+from .hidden import KeptTexts
 
 WARMUP = 0.03  # share of the run in which the learning rate rises
 FINAL_RATE = 0.05  # of the highest learning rate, at the end
@@ -60,13 +60,13 @@ class Schedule:
 
 
 def train(
-    module: nn.Module, files: Sequence[Path], validation: Sequence[Path], folder: Path, schedule: Schedule
+    module: nn.Module, texts: KeptTexts, validation: TextGroups, folder: Path, schedule: Schedule
 ) -> list[dict[str, Any]]:
     """Train to the end, going on from `folder`'s checkpoint if there is one.
 
     Args:
         module: an `Objective`; its parameters that require gradients are trained.
-        files, validation: of hidden states.
+        texts, validation: what is learned from, and what is only looked at.
         folder: gets checkpoint.pt, and log.jsonl with a line for each step and each epoch.
 
     Returns:
@@ -77,11 +77,11 @@ def train(
         EngineError: if the loss is no finite number any more.
         OSError: if a checkpoint cannot be written; the one before it stays.
     """
-    run = _Run(module, folder, schedule, total_tokens=schedule.epochs * sum(tokens_in(file) for file in files))
+    run = _Run(module, folder, schedule, total_tokens=schedule.epochs * texts.num_tokens)
     run.resume()
     with tqdm(total=run.total_tokens, initial=run.tokens, unit="token", unit_scale=True, desc="training") as bar:
         while run.epoch < schedule.epochs:
-            found = batches(files, schedule.tokens_per_batch, schedule.seed, run.epoch, schedule.learn_prompts)
+            found = batches(texts, schedule.tokens_per_batch, schedule.seed, run.epoch, schedule.learn_prompts)
             for index, batch in enumerate(found):
                 if index < run.batch:  # done before the interruption
                     continue

@@ -48,6 +48,8 @@ class TrainingOptions:
         learning_rate: the highest.
         tokens_per_batch: padding included.
         seed: of answers, first weights and the order of texts.
+        max_disk_gb: hidden states take so many GB (10^9 bytes) of the disk at most; texts for which there is no more room are read
+            by the target again in each epoch. None: all are kept. It may differ when a run is taken up again.
         dtype: of the target, see `engine.load`; drafters are trained in float32 (with autocast) and saved in bfloat16.
         device: of the target and of the training, see `engine.load`. It may differ when a run is taken up again.
 
@@ -74,6 +76,7 @@ class TrainingOptions:
     learning_rate: float = 1e-3
     tokens_per_batch: int = 4096
     seed: int = 0
+    max_disk_gb: float | None = field(default=None, metadata={"part_of_settings": False})
     dtype: str = "auto"
     device: str = field(default="auto", metadata={"part_of_settings": False})
 
@@ -95,6 +98,8 @@ class TrainingOptions:
             raise ValueError(f"validation_share must be in (0, 1), got {self.validation_share!r}")
         if not is_number(self.learning_rate) or not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be a finite number > 0, got {self.learning_rate!r}")
+        if self.max_disk_gb is not None and not (is_number(self.max_disk_gb) and self.max_disk_gb >= 0):
+            raise ValueError(f"max_disk_gb must be a finite number >= 0, or None, got {self.max_disk_gb!r}")
         heats = self.temperatures
         if not isinstance(heats, list | tuple) or not heats or not all(map(is_temperature, heats)):
             raise ValueError(

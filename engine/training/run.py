@@ -5,6 +5,7 @@ the phases leave: settings.json, answers.jsonl, training/ and validation/ with h
 When the drafter is there, work/ is of no more use.
 """
 
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from .card import card
 from .eagle3 import Eagle3Training, check_start
 from .eagle3_files import save_eagle3
 from .files import SAVING, begin, check_out, no_room, replacing, settings_of
-from .hidden import keep_hidden_states
+from .hidden import KeptTexts
 from .loop import Schedule, train
 from .objectives import DraftModelTraining, MedusaTraining, MlpTraining
 from .options import TrainingOptions
@@ -86,11 +87,14 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     del llm  # and the buffers of its batch
     held = min(max(1, round(options.validation_share * len(answers))), len(answers) - 1)
     parts = {"training": answers[:-held], "validation": answers[-held:]}
-    states = {}
+    texts = {}
     for name, part in parts.items():
         with no_room(work / name):
             (work / name).mkdir(exist_ok=True)
-        states[name] = keep_hidden_states(target, part, layers, work / name, limit)
+        texts[name] = KeptTexts(target, part, layers, work / name, limit)
+    room = math.inf if options.max_disk_gb is None else options.max_disk_gb * 1e9
+    texts["training"].write(room - texts["validation"].num_bytes)
+    texts["validation"].write(room)
     objective = _objective(target, parts["training"], options, start)
     schedule = Schedule(
         epochs=options.epochs,
@@ -99,7 +103,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         seed=options.seed,
         learn_prompts=options.learn_prompts,
     )
-    log = train(objective, states["training"], states["validation"], work, schedule)
+    log = train(objective, texts["training"], texts["validation"], work, schedule)
     _save(objective, target, tokenizer, out, options)
     plot_training(log, out / "training.png")
     with replacing(out / "README.md") as partial:
