@@ -50,15 +50,20 @@ def read_raw(rows, batch, column, ids):
     (int64 scalar): bias added, -inf outside the mask and beyond the vocabulary."""
     view, bias, mask = rows
     logits, vocab_size, stride_batch, stride_row, stride_token = view
-    at = logits + batch * stride_batch + column * stride_row + ids.to(tl.int64) * stride_token
+    offsets = ids.to(tl.int64)
+    if (
+        len(ids.shape) == 3
+    ):  # else the compiler of Triton 3.6 spreads a tile's first axis over the warps, and not its blocks
+        offsets = tl.max_contiguous(offsets, [1, 2, ids.shape[2]])
+    at = logits + batch * stride_batch + column * stride_row + offsets * stride_token
     x = tl.load(at, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     if bias is not None:
         values, size, stride_batch, stride_row, stride_token = bias
-        at = values + batch * stride_batch + column * stride_row + ids.to(tl.int64) * stride_token
+        at = values + batch * stride_batch + column * stride_row + offsets * stride_token
         x += tl.load(at, mask=(ids < vocab_size) & (ids < size), other=0.0).to(tl.float32)
     if mask is not None:
         allowed, size, stride_batch, stride_row, stride_token = mask
-        at = allowed + batch * stride_batch + column * stride_row + ids.to(tl.int64) * stride_token
+        at = allowed + batch * stride_batch + column * stride_row + offsets * stride_token
         x = tl.where(tl.load(at, mask=(ids < vocab_size) & (ids < size), other=1) != 0, x, float("-inf"))
     return x
 

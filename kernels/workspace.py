@@ -5,8 +5,8 @@ follow each other, calls on two streams do not share memory. The kernels leave e
 between calls.
 
 While a CUDA graph is captured, memory must be the graph's own: the scratch comes from its pool, and the counters from a
-pool of zeros that was allocated before and is never handed out twice (`reserve`; `warmup` calls it). Where that is used
-up, the graph clears its counters itself, with one more node.
+pool of zeros that was allocated before and is never handed out twice (`reserve`; `warmup` calls it, and so does whoever
+captures many graphs, before each). Where that is used up, the graph clears its counters itself, with one more node.
 """
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 RESERVED_COUNTERS = 1 << 18  # 1 MiB per device
 
 _stream_memory: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
-_reserved: dict[torch.device, Tensor] = {}
+_reserved: dict[torch.device, Tensor] = {}  # what is left of the newest pool
+_pools: list[Tensor] = []  # all that there ever were: graphs know their counters by address alone
 
 
 def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple[Tensor, Tensor]:
@@ -41,9 +42,10 @@ def _capturing(device: torch.device) -> bool:
 
 
 def reserve(device: torch.device) -> None:
-    """Allocate the counters that captured graphs take theirs from."""
-    if device.type == "cuda" and device not in _reserved:
+    """Allocate the counters that captured graphs take theirs from, if there are not many."""
+    if device.type == "cuda" and (device not in _reserved or _reserved[device].numel() < RESERVED_COUNTERS // 4):
         _reserved[device] = torch.zeros(RESERVED_COUNTERS, dtype=torch.int32, device=device)
+        _pools.append(_reserved[device])
 
 
 def _captured_counters(device: torch.device, count: int) -> Tensor:

@@ -19,7 +19,7 @@ from engine.kernels.ops import METHODS
 ROOT = Path(__file__).parents[1]
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
 # Bytes a thread, by version of Triton where it is not 0: a few variants, which 3.7 compiles without.
-MOST_SPILLED = {"3.6": 88, "3.9": 48}.get(triton.__version__.rpartition(".")[0], 0)
+MOST_SPILLED = {"3.9": 48}.get(triton.__version__.rpartition(".")[0], 0)
 KERNELS = {"row_stats_kernel", "sample_kernel", "verify_kernel", "residual_kernel"}
 
 
@@ -57,6 +57,8 @@ def test_a_sample_of_every_kernel_dtype_and_target(tmp_path: Path) -> None:
     records += compiled(tmp_path, "cuda:90", "--dtype", "float32", "float16", "--brief")
     records += compiled(tmp_path, "cuda:80", "cuda:100", "hip:gfx942", "--dtype", "bfloat16", "--brief")
     assert_good(records)
+    # Warps have whole blocks (see jit_rows.py): what is found in a block goes through no memory, only noise and lists do.
+    assert [r for r in records if r["shared"] > 8192] == []
     assert {(r["kernel"], r["target"]) for r in records} == {(k, t) for k in KERNELS for t in TARGETS}
     dtypes = {(r["kernel"], r["variant"].split(",")[0]) for r in records}
     assert dtypes == {(k, dtype) for k in KERNELS for dtype in ("float32", "bfloat16", "float16")}
