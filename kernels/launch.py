@@ -77,8 +77,8 @@ def shape_arguments(
 
 
 def registers(most: int) -> dict[str, int]:
-    """Launch option: registers of a thread. A processor has 65,536, for two programs of 256 threads with 128 each or three with 80;
-    left alone, the compiler may take a few more, or keep to 128 at the price of spills."""
+    """Launch option: registers of a thread. A processor has 65,536, for two programs of 256 threads with 128 each, three with 80 or four
+    with 64; left alone, the compiler may take a few more, or keep to 128 at the price of spills."""
     return {} if torch.version.hip else dict(maxnreg=most)
 
 

@@ -314,7 +314,8 @@ def verify(
         ):
             shape |= registers(255)
         elif simple and not by_row:
-            shape |= registers(80)
+            lean = method == "rejection" and draft_logits is None and target_logits.element_size() == 2
+            shape |= registers(64 if lean else 80)
         verify_kernel[grid](**both, **shape, **filters, **thresholds)
         if draft_logits is not None:
             slots = 1 if method == "rejection" else width - 1
