@@ -4,6 +4,7 @@ On a GPU it is the ragged kernel, which reads the static buffers where they lie,
 repeated or gathered K and V. On a CPU it is `scaled_dot_product_attention` over the part of the buffers that is in use.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,16 @@ from .cache import CallPlan, RaggedCache
 
 PART = 128  # columns of a prefill that attend together
 GROUPED, RAGGED = "speculative_engine_grouped", "speculative_engine_ragged"
-# Of the call that is under way, last; the function that models call cannot be told more.
-_caches: list[RaggedCache] = []
+
+
+class _Calls(threading.local):
+    """The calls that are under way in this thread, the innermost last; the function that models call cannot be told more."""
+
+    def __init__(self) -> None:
+        self.caches: list[RaggedCache] = []
+
+
+_calls = _Calls()
 
 
 def _grouped(
@@ -45,10 +54,10 @@ def _grouped(
         layer = module.layer_idx
         return torch.ops.speculative_engine.attend(query, key, value, attention_mask, layer, scaling), None
     if attention_mask is not None and attention_mask.dtype == torch.int64:  # torch.compile has given up on this call
-        attention_mask = _caches[-1].plan.masks[int(attention_mask)]
+        attention_mask = _calls.caches[-1].plan.masks[int(attention_mask)]
     if attention_mask is None or attention_mask.shape[1] != 1 or attention_mask.dtype != torch.bool:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
-    plan, group = _caches[-1].plan, query.shape[1] // key.shape[1]
+    plan, group = _calls.caches[-1].plan, query.shape[1] // key.shape[1]
     if plan.runs is None:
         parts = _parts(plan, slice(None), query.shape[2], attention_mask, group, query.dtype)
         return _attend(query, key, value, parts, scaling), None
@@ -67,7 +76,7 @@ def _scatter_and_attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, scaling: float | None
 ) -> Tensor:
     """`RaggedLayer.update` and `_grouped` in a compiled graph: one operator, which learns of lengths and slots when it runs."""
-    cache = _caches[-1]
+    cache = _calls.caches[-1]
     keys, values = cache.ragged_layers[layer].update(key, value)
     output, _ = _grouped(_NO_MODULE, query, keys, values, cache.plan.masks[int(mask)], scaling)
     return output.contiguous()
@@ -145,7 +154,7 @@ def _ragged(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The ragged kernel. Returns [B, W, heads, D], and no weights."""
-    plan = _caches[-1].plan
+    plan = _calls.caches[-1].plan
     output = ragged_attention(
         query, key, value, plan.start, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
         slots=plan.slots_or_none, kv_length=plan.kv_length, num_valid=plan.num_valid,
@@ -180,7 +189,7 @@ class AttentionSwitch:
     @contextmanager
     def on(self) -> Iterator[None]:
         """While this is entered, the model attends our way."""
-        _caches.append(self._cache)
+        _calls.caches.append(self._cache)
         for config, _ in self._own:
             config._attn_implementation_internal = self._name
         try:
@@ -188,7 +197,7 @@ class AttentionSwitch:
         finally:
             for config, own in self._own:
                 config._attn_implementation_internal = own
-            _caches.pop()
+            _calls.caches.pop()
 
 
 def _implementation(config: Any) -> str | None:

@@ -26,7 +26,7 @@ class Call:
         positions = start[:, None] + column
         length = max(starts) + width
         cache.plan_call(slice(0, len(starts)), positions, torch.ones_like(positions, dtype=torch.bool), start, length)
-        monkeypatch.setattr(attention, "_caches", [cache])
+        monkeypatch.setattr(attention._calls, "caches", [cache])
         self.plan = cache.plan
         query, key = positions[:, None, :, None], torch.arange(cache.plan.kv_length)
         self.mask = (key <= query) & (key > query - (window or 10_000))

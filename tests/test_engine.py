@@ -4,8 +4,10 @@ import copy
 import gc
 import itertools
 import pickle
+import threading
 import tracemalloc
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -215,6 +217,24 @@ def test_an_open_stream_keeps_others_out_and_closing_it_lets_them_in(target: Pre
         llm.generate([[5, 6]])
     stream.close()
     assert llm.generate([[5, 6]], _params(4))[0].token_ids == greedy(target, [5, 6], 4)
+
+
+def test_engines_in_two_threads(target: PreTrainedModel) -> None:
+    """Each of their first calls is under way when the other one begins."""
+    prompts = [[[3, 4]], [[5, 6, 7], [8, 9]]]
+    engines = [engine.load(copy.deepcopy(target), drafter=None) for _ in prompts]
+    both = threading.Barrier(2)
+
+    def meet(layer: torch.nn.Module, inputs: object) -> None:
+        hooks[layer].remove()
+        both.wait(timeout=60)
+
+    first_layers = [llm.target_model.model.layers[0] for llm in engines]
+    hooks = {layer: layer.register_forward_pre_hook(meet) for layer in first_layers}
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda llm, each: llm.generate(each, _params(8)), engines, prompts))
+    for each, outputs in zip(prompts, found, strict=True):
+        assert [output.token_ids for output in outputs] == [greedy(target, prompt, 8) for prompt in each]
 
 
 def test_nan_logits_are_reported_not_sampled_from(target: PreTrainedModel) -> None:
