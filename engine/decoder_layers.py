@@ -29,6 +29,8 @@ class DecoderLayers:
         self._parent, self._name = _find(model, self._text_config)
         self.layers: nn.ModuleList = getattr(self._parent, self._name)
         self._config = getattr(self._parent, "config", self._text_config)
+        names = ("num_hidden_layers", "layer_types")
+        self._own = {name: value for name in names if (value := getattr(self._config, name, None)) is not None}
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -36,20 +38,22 @@ class DecoderLayers:
     @contextmanager
     def only(self, layers: Sequence[int]) -> Iterator[None]:
         """While this is entered, the model has these layers alone."""
-        config = self._config
         changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
-        if (types := getattr(config, "layer_types", None)) is not None:
+        if (types := self._own.get("layer_types")) is not None:
             changes["layer_types"] = [types[layer] for layer in layers]
-        own = {name: getattr(config, name) for name in changes}
         try:
             setattr(self._parent, self._name, nn.ModuleList([self.layers[layer] for layer in layers]))
             for name, value in changes.items():
-                setattr(config, name, value)
+                setattr(self._config, name, value)
             yield
         finally:
-            setattr(self._parent, self._name, self.layers)
-            for name, value in own.items():
-                setattr(config, name, value)
+            self.restore()
+
+    def restore(self) -> None:
+        """Give the model all its layers again. An interrupt can end this half-way: call it again then."""
+        setattr(self._parent, self._name, self.layers)
+        for name, value in self._own.items():
+            setattr(self._config, name, value)
 
     @torch.inference_mode()
     def probe(self, layers: Sequence[int]) -> None:

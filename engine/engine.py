@@ -228,6 +228,8 @@ class Engine:
                     f"the {type(part).__name__} of this engine has been attached to another engine since, and keeps one "
                     f"engine's texts only: give each engine a drafter object of its own"
                 )
+            if (restore := getattr(part, "restore", None)) is not None:
+                restore()
         if self.target_model.training:
             self.target_model.eval()
 

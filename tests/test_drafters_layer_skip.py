@@ -346,6 +346,29 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
     assert len(decoder) == LAYERS
 
 
+@pytest.mark.parametrize("in_cascade", [False, True])
+def test_an_interrupt_while_the_model_is_made_whole(in_cascade: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between two of its steps: the next generation begins with them."""
+    target = four_layers("gemma3_text")
+    drafter = LayerSkipDrafter(layers=(0, 2))
+    llm = engine.load(target, drafter=engine.CascadeDrafter(engine.NGramDrafter(), drafter) if in_cascade else drafter)
+    restore = DecoderLayers.restore
+    calls = itertools.count()
+
+    def interrupted(decoder: DecoderLayers) -> None:
+        if next(calls) == 1:  # the first is that before the generation
+            raise KeyboardInterrupt
+        restore(decoder)
+
+    monkeypatch.setattr(DecoderLayers, "restore", interrupted)
+    prompt, params = prompts()[2], engine.SamplingParams(max_new_tokens=NEW)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompt, params)
+    assert target.config.num_hidden_layers == 2
+    assert llm.generate(prompt, params).token_ids == expected("gemma3_text")[2]
+    assert target.config.num_hidden_layers == LAYERS
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -10,7 +10,8 @@ class Drafter(Protocol):
     """Proposes tokens for a batch of rows. Everything it needs is in the state; nothing may wait for the device.
 
     One that works with the target has `attach(target: RaggedModel)`, called once before all else: the place to ask for
-    hidden states (`target.keep_hidden_states`). It serves the engine that it was attached to last.
+    hidden states (`target.keep_hidden_states`). It serves the engine that it was attached to last. Its `restore()`, if there is
+    one, is called before each generation, to undo what an interrupted one has left in the target.
 
     A drafter that keeps something per row keeps it per slot: `state.rows` are the slots of a state's rows.
 

@@ -68,6 +68,11 @@ class LayerSkipDrafter:
             decoder.probe(self.layers)
         self._target, self._decoder = target, decoder
 
+    def restore(self) -> None:
+        """Make sure that the target is whole, which an interrupt while drafting may have prevented."""
+        assert self._decoder is not None
+        self._decoder.restore()
+
     @property
     def target(self) -> RaggedModel:
         """The model that drafts for itself; `attach` comes first."""
