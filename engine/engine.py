@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, overload
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from .detokenize import TextStream, decode
 from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
 from .drafters.base import Drafter
 from .errors import EngineError, InvalidLogitsError
+from .generation_config import warn_of_not_applied
 from .graphs import Graphs
 from .metrics import RoundClock, Stats
 from .model import EXACT_WIDTH, RaggedModel
@@ -65,6 +67,7 @@ class Engine:
             ranks=self._ranks,
         )
         self._generating = False
+        warn_of_not_applied(model)
         if config.compile:  # with the hidden states that the drafter keeps
             compile_now(self._target)
 
@@ -255,6 +258,9 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 
     What the generation config says counts, also None, as in `transformers`, which makes one from the model's config where a
     checkpoint has none. The tokenizer is asked where neither config knows of any.
+
+    Raises:
+        ValueError: if it is neither an int nor ints.
     """
     generation = getattr(model, "generation_config", None)
     ids = getattr(model.config if generation is None else generation, "eos_token_id", None)
@@ -263,4 +269,8 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     if isinstance(ids, Tensor):
         ids = ids.flatten().tolist()
     ids = () if ids is None else ids if isinstance(ids, Iterable) else [ids]
+    if not all(isinstance(token, Integral) for token in ids):
+        raise ValueError(
+            f"eos_token_id in the target's generation_config.json must be an int or a list of ints, got {ids!r}"
+        )
     return frozenset(map(int, ids))

@@ -32,6 +32,10 @@ def load(
 ) -> Engine:
     """Make an engine.
 
+    Of the target's generation config the end-of-sequence tokens count. Temperature, filters and lengths come with each
+    request; what else changes the text of `transformers`, such as a repetition_penalty, is not applied, and a logged warning
+    names it.
+
     Args:
         target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on).
         drafter: None for plain decoding; "ngram" or "suffix", which look for the text's end in earlier text; a hub id or

@@ -287,6 +287,30 @@ def test_where_texts_end(own: object, configs: object, expected: set[int]) -> No
     assert eos_token_ids(model, byte_tokenizer()) == ({EOS} if configs is None else {configs})
 
 
+@pytest.mark.parametrize("value", [["a"], "a", [2, None], 2.5])
+def test_an_end_of_sequence_that_is_no_token(value: object) -> None:
+    model = tiny("llama")
+    model.generation_config.eos_token_id = value
+    rule = r"eos_token_id in the target's generation_config\.json must be an int or a list of ints, got "
+    with pytest.raises(ValueError, match=rule):
+        engine.load(model)
+
+
+def test_settings_that_are_not_applied_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    off = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_new_tokens=0, suppress_tokens=[], num_beams=1)
+    sampling = dict(do_sample=True, temperature=0.7, top_p=0.8, top_k=20, max_new_tokens=7, eos_token_id=3)
+    config = folder / "generation_config.json"
+    config.write_text(json.dumps(off | sampling))
+    engine.load(folder)
+    assert not caplog.text
+    config.write_text(json.dumps(off | sampling | dict(repetition_penalty=1.1, bad_words_ids=[[5]] * 30)))
+    engine.load(folder, drafter=str(folder))
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "the target's generation_config.json" in message
+    assert message.endswith(": repetition_penalty=1.1, bad_words_ids=[[5], [5], [5], [5], [5], [5], ...]")
+
+
 def test_damaged_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(ValueError, match=f"^target must have an intact tokenizer; reading that of {folder} failed"):

@@ -1,0 +1,50 @@
+"""What a checkpoint's generation config asks for, beside what `SamplingParams` is for."""
+
+import logging
+from reprlib import repr as shortened
+from typing import Any
+
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+# What `generate` of transformers applies and this engine does not, each with the value that leaves it off.
+NOT_APPLIED: dict[str, Any] = {
+    "num_beams": 1,
+    "guidance_scale": 1,
+    "sequence_bias": None,
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "watermarking_config": None,
+    "token_healing": False,
+    "stop_strings": None,
+    "max_time": None,
+    "typical_p": 1,
+    "top_h": None,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+}
+
+
+def warn_of_not_applied(model: PreTrainedModel) -> None:
+    """Name the settings of the target's generation config that its text will not follow."""
+    generation = getattr(model, "generation_config", None)
+    values = {name: getattr(generation, name, None) for name in NOT_APPLIED}
+    found = [
+        f"{name}={shortened(value)}" for name, value in values.items() if value not in (None, [], NOT_APPLIED[name])
+    ]
+    if found:
+        logger.warning(
+            "the target's generation_config.json has settings that generate of transformers applies and this engine does not: %s",
+            ", ".join(found),
+        )
