@@ -134,6 +134,7 @@ def generate(
     max_new_tokens: options.MaxNewTokens = 128,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    stop_token_ids: options.StopTokenIds = None,
     ignore_eos: options.IgnoreEos = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
@@ -144,7 +145,9 @@ def generate(
     """
     from .config import SamplingParams
 
-    params = SamplingParams(temperature, top_k, top_p, min_p, max_new_tokens, seed, tuple(stop or ()), ignore_eos)
+    params = SamplingParams(
+        temperature, top_k, top_p, min_p, max_new_tokens, seed, stop or (), ignore_eos, stop_token_ids or ()
+    )
     texts = read_prompts(prompts or [], prompts_file)
     items: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
     llm = _load(
@@ -187,6 +190,7 @@ def chat(
     max_new_tokens: options.MaxNewTokens = 512,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    stop_token_ids: options.StopTokenIds = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
@@ -194,7 +198,9 @@ def chat(
     from .chat import Chat
     from .config import SamplingParams
 
-    params = SamplingParams(temperature, top_k, top_p, min_p, max_new_tokens, seed, tuple(stop or ()))
+    params = SamplingParams(
+        temperature, top_k, top_p, min_p, max_new_tokens, seed, stop or (), stop_token_ids=stop_token_ids or ()
+    )
     llm = _load(
         target,
         drafter=_drafter(target, drafter),

@@ -113,6 +113,10 @@ Seed = Annotated[
 Stop = Annotated[
     list[str] | None, _option("--stop", help="End before this text; may be given several times.", panel=SAMPLING)
 ]
+StopTokenIds = Annotated[
+    list[int] | None,
+    _option("--stop-token-ids", help="End at this token; may be given several times.", panel=SAMPLING),
+]
 IgnoreEos = Annotated[
     bool, _option("--ignore-eos", help="Do not end at the model's end-of-sequence token.", panel=SAMPLING)
 ]

@@ -78,8 +78,11 @@ class SamplingParams:
             depends on the drafts as well: with num_draft_tokens="auto", chosen by measured times, or drafter="suffix", which
             drafts from earlier outputs, it can be another one in each call, of the same distribution. None: a fresh seed for
             each request.
-        stop: end before any of these strings, also where one spans several tokens.
+        stop: end before any of these strings, also where one spans several tokens. They are looked for in the text, which has no
+            special tokens; one that is exactly a special token of the tokenizer, such as "<|im_end|>", is among `stop_token_ids`.
         ignore_eos: do not end at the model's end-of-sequence tokens.
+        stop_token_ids: end at any of these tokens, as at an end-of-sequence token: it is the last of the output's `token_ids`, and
+            its text does not show it.
 
     Raises:
         ValueError: naming the field, the value and the rule.
@@ -93,6 +96,7 @@ class SamplingParams:
     seed: int | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         t, p, m = self.temperature, self.top_p, self.min_p
@@ -110,6 +114,8 @@ class SamplingParams:
             raise ValueError(f"stop must be one or a list of non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(stop))
         check_bool("ignore_eos", self.ignore_eos)
+        check_ints("stop_token_ids", self.stop_token_ids, 0)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,12 @@ class TextStream:
         self._ids.append(token_id)
         known = self._decode(self._ids[self._window : self._read])
         grown = self._decode(self._ids[self._window :])
-        if len(grown) > len(known) and not grown.endswith(INCOMPLETE):
+        new = grown[len(known) :]
+        if new and not new.endswith(INCOMPLETE):
             self._window, self._read = self._read, len(self._ids)
-            self._append(grown[len(known) :], drafted)
+            self._append(new, drafted)
+        elif self._find_stop(finished := new.rstrip(INCOMPLETE)) is not None:
+            self._append(finished, drafted)
         return self.stopped
 
     def finish(self) -> None:
@@ -55,20 +58,26 @@ class TextStream:
         return tuple(span for span in reversed(taken) if span.text)
 
     def _append(self, text: str, drafted: bool) -> None:
-        searched_from = max(0, len(self.text) - max(map(len, self._stop), default=0))
+        end = self._find_stop(text)
         self.text += text
         self._spans.append(Span(text, drafted))
-        found = [at for at in (self.text.find(stop, searched_from) for stop in self._stop) if at >= 0]
-        if found:
+        if end is not None:
             self.stopped = True
-            surplus = len(self.text) - min(found)
-            self.text = self.text[: min(found)]
+            surplus = len(self.text) - end
+            self.text = self.text[:end]
             while surplus:
                 span = self._spans.pop()
                 keep = max(0, len(span.text) - surplus)
                 surplus -= len(span.text) - keep
                 if keep:
                     self._spans.append(Span(span.text[:keep], span.drafted))
+
+    def _find_stop(self, text: str) -> int | None:
+        """Where the first stop string begins, once this is appended; None without one."""
+        searched_from = max(0, len(self.text) - max(map(len, self._stop), default=0))
+        searched = self.text[searched_from:] + text
+        found = [at for at in map(searched.find, self._stop) if at >= 0]
+        return searched_from + min(found) if found else None
 
     def _stop_beginning(self) -> int:
         """Length of the longest end of the text that a stop string begins with."""
@@ -80,6 +89,12 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return decode(self._tokenizer, ids)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokens that `decode` skips."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): token_id for token_id, token in added.items() if token.special}
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from . import prompts as prompting
 from .compiled import compile_now
 from .config import EngineConfig, SamplingParams, check_ints
-from .detokenize import TextStream, decode
+from .detokenize import TextStream, decode, special_tokens
 from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
 from .drafters.base import Drafter
 from .errors import EngineError, InvalidLogitsError
@@ -195,22 +195,30 @@ class Engine:
             raise ValueError(
                 f"params must be SamplingParams, or a list of one for each of {len(items)} prompts, got {params!r:.200}"
             )
+        special = special_tokens(self.tokenizer) if any(param.stop for param in params) else {}
         requests = []
         for index, (item, param) in enumerate(zip(items, params, strict=True)):
             name = f"prompts[{index}]"
             ids = prompting.encode(item, name, self.tokenizer, self._target.vocab_size, self.max_length)
-            if param.stop and self.tokenizer is None:
-                raise ValueError("stop needs a tokenizer: pass tokenizer= to engine.load")
+            stop, stop_token_ids = self._stops(param, special)
             text = None
-            if self.tokenizer is not None and (with_text or param.stop):
-                text = TextStream(self.tokenizer, param.stop)
+            if self.tokenizer is not None and (with_text or stop):
+                text = TextStream(self.tokenizer, stop)
             seed = secrets.randbits(63) if param.seed is None else param.seed
             limit = min(len(ids) + param.max_new_tokens, self.max_length)
-            requests.append(Request(index, ids, param, seed, limit, text))
+            requests.append(Request(index, ids, param, seed, limit, text, stop_token_ids))
         self._ranks.require_same("prompts and params", [(request.prompt, request.params) for request in requests])
         for request, seed in zip(requests, self._ranks.agree_on([r.seed for r in requests]), strict=True):
             request.seed = seed
         return requests
+
+    def _stops(self, params: SamplingParams, special: dict[str, int]) -> tuple[list[str], frozenset[int]]:
+        """Strings that end a text, and tokens: those given as such, and special ones given as strings."""
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop needs a tokenizer: pass tokenizer= to engine.load")
+        check_ints("stop_token_ids", params.stop_token_ids, 0, self._target.vocab_size - 1)
+        strings = [text for text in params.stop if text not in special]
+        return strings, frozenset([*params.stop_token_ids, *(special[text] for text in params.stop if text in special)])
 
     def _serve(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Run all requests to their ends; yields (request, new tokens) per row and round."""
@@ -241,8 +249,9 @@ class Engine:
         text = None
         if request.text is not None:
             text = request.text.text
-        elif self.tokenizer is not None:
-            text = decode(self.tokenizer, request.token_ids)
+        elif self.tokenizer is not None:  # the token that ended it is no part of the text, as in streams
+            end = None if request.finish_reason == "length" else -1
+            text = decode(self.tokenizer, request.token_ids[:end])
         return Output(text, request.token_ids, request.prompt, request.finish_reason, request.stats)
 
 

@@ -10,8 +10,8 @@ from .metrics import Stats
 class Output:
     """The continuation of one prompt."""
 
-    text: str | None  # without the stop string and special tokens; None without a tokenizer
-    token_ids: list[int]  # the new tokens, with the end-of-sequence token and the token that completed a stop string
+    text: str | None  # without what ended it and special tokens; None without a tokenizer
+    token_ids: list[int]  # new ones, with that which ended the text: the end of sequence, or what completed a stop
     prompt_token_ids: list[int]
     finish_reason: str  # "eos", "stop" or "length"
     stats: Stats

@@ -22,6 +22,7 @@ class Request:
     seed: int
     limit: int  # the text never gets longer than this, prompt included
     text: TextStream | None  # where text is needed on the way: streaming or stop strings
+    stop_token_ids: frozenset[int] = frozenset()
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None  # why it has no output

@@ -274,6 +274,8 @@ class Server:
             if request.ended:
                 if request.text:
                     request.text.finish()
+                    if request.text.stopped:  # by what was held back
+                        request.finish_reason = "stop"
                 break
         new = len(request.token_ids) - before
         for stats in (request.stats, self._stats):
@@ -284,7 +286,7 @@ class Server:
         request.token_ids.append(token)
         if token in self._eos_token_ids and not request.params.ignore_eos:
             request.finish_reason = "eos"
-        elif request.text and request.text.push(token, drafted):
+        elif token in request.stop_token_ids or (request.text and request.text.push(token, drafted)):
             request.finish_reason = "stop"
         elif request.length >= request.limit:
             request.finish_reason = "length"

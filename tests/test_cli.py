@@ -64,7 +64,7 @@ def test_version_and_a_reader_that_has_gone(capsys: pytest.CaptureFixture[str]) 
 
 def test_generate_streams_one_prompt(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     words = "generate -t model -d none -k 3 --exact --max-length 99 --top-k 4 --seed 5 -T 0.5 --stop . --stop !"
-    words += " --ignore-eos --tokenizer words"
+    words += " --ignore-eos --stop-token-ids 7 --stop-token-ids 8 --tokenizer words"
     assert cli.main([*words.split(), "a b"]) == 0
     assert capsys.readouterr().out == "A B\n"
     (llm,) = engines
@@ -73,7 +73,7 @@ def test_generate_streams_one_prompt(engines: list[FakeEngine], capsys: pytest.C
     assert (llm.options["num_draft_tokens"], llm.options["exact"], llm.options["max_length"]) == (3, True, 99)
     assert llm.options["tokenizer"] == "words"
     params = llm.params
-    assert params.ignore_eos
+    assert params.ignore_eos and params.stop_token_ids == (7, 8)
     assert (params.temperature, params.top_k, params.seed, params.stop) == (0.5, 4, 5, (".", "!"))
 
 

@@ -22,6 +22,7 @@ from engine.detokenize import TextStream
 from engine.scheduler import PREFILL_TOKENS, Request, prefill_chunk
 
 TOKENIZER = byte_tokenizer()
+SPACE_AND_MORE = 257  # in some tests a space and the first of three bytes of a character
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,74 @@ def test_stop_string_across_tokens_and_rounds(target: PreTrainedModel) -> None:
         assert free.finish_reason == "eos"
         assert bytes(free.token_ids[:-1]) == said
         assert free.token_ids[-1] == EOS
+
+
+@pytest.mark.parametrize("stop", ["<pad>", ["never", "<pad>"]])
+def test_a_stop_string_that_is_a_special_token(target: PreTrainedModel, stop: str | list[str]) -> None:
+    """The text never shows it."""
+    said = [*b"one", TOKENIZER.pad_token_id, *b" two"]
+    llm = engine.load(target, tokenizer=TOKENIZER, num_draft_tokens=3)
+    params = engine.SamplingParams(stop=stop, max_new_tokens=200)
+    with Scripted(target, said):
+        outputs = [llm.generate([65], params), list(llm.stream([65], params))[-1].output]
+        free = llm.generate([65], engine.SamplingParams(max_new_tokens=200))
+    for output in outputs:
+        assert (output.text, output.finish_reason, output.token_ids) == ("one", "stop", said[:4])
+    assert (free.text, free.finish_reason) == ("one two", "eos")
+
+
+def test_stop_token_ids(target: PreTrainedModel) -> None:
+    said = list(b"one. two. three")
+    llm = engine.load(target, tokenizer=TOKENIZER, num_draft_tokens=3)
+    params = engine.SamplingParams(stop_token_ids=[ord("!"), ord(".")], ignore_eos=True, max_new_tokens=200)
+    with Scripted(target, said):
+        pieces = list(llm.stream([65], params))
+        outputs = [llm.generate([65], params), pieces[-1].output]
+        without = engine.load(target).generate([65], params)
+    for output in outputs:
+        assert (output.text, output.finish_reason, output.token_ids) == ("one", "stop", said[:4])
+    assert "".join(piece.text for piece in pieces) == "one"
+    assert (without.text, without.token_ids) == (None, said[:4])
+
+
+def test_the_text_never_shows_the_end_of_sequence(target: PreTrainedModel) -> None:
+    """Nor where it is an ordinary token, streamed or not."""
+    other = copy.deepcopy(target)
+    other.generation_config.eos_token_id = ord(".")
+    llm = engine.load(other, tokenizer=TOKENIZER)
+    with Scripted(other, b"one. two"):
+        outputs = [llm.generate([65]), list(llm.stream([65]))[-1].output]
+    assert [(output.text, output.finish_reason) for output in outputs] == [("one", "eos")] * 2
+
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "text"),
+    [
+        ([*b"one", SPACE_AND_MORE, 0x97, 0xA5], " ", "one"),
+        ([*b"one ", 0xE6], " ", "one"),
+        ([*b"one", SPACE_AND_MORE, 0x97], UNKNOWN, "one "),
+    ],
+)
+def test_a_stop_string_before_an_unfinished_character(
+    target: PreTrainedModel, said: list[int], stop: str, text: str
+) -> None:
+    """Of which no more may come."""
+    tokenizer = byte_tokenizer()
+
+    def decode(ids: list[int], **options: object) -> str:
+        return b"".join(b" \xe6" if token == SPACE_AND_MORE else bytes([token]) for token in ids).decode(
+            errors="replace"
+        )
+
+    tokenizer.decode = decode
+    llm = engine.load(target, tokenizer=tokenizer, drafter=None)
+    with Scripted(target, said):
+        output = llm.generate([65], engine.SamplingParams(stop=stop, max_new_tokens=len(said)))
+    assert (output.text, output.finish_reason) == (text, "stop")
+    assert len(output.token_ids) == (4 if stop == " " else len(said))
 
 
 def test_stream_equals_generate_and_never_splits_a_character(target: PreTrainedModel) -> None:
