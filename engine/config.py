@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 VERIFICATION_METHODS = ("rejection", "block", "coupled")
@@ -12,26 +13,27 @@ LARGEST_INT = 2**63 - 1
 LARGEST_BATCH = 2**16
 
 
-def check_int(name: str, value: Any, minimum: int, maximum: int | None = None, limit: int = LARGEST_INT) -> None:
-    """Raise ValueError unless `value` is an int (not a bool) in [minimum, maximum].
+def check_int(name: str, value: Any, minimum: int, maximum: int | None = None, limit: int = LARGEST_INT) -> int:
+    """`value` as an int; ValueError unless it is an integer of any type (not a bool) in [minimum, maximum].
 
     Without a maximum, it must not exceed `limit`, which is far beyond what makes sense: only its own message names it.
     """
     rule = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an int {rule}, got {value!r}")
-    if value < minimum or (maximum is not None and value > maximum):
-        raise ValueError(f"{name} must be {rule}, got {value}")
-    if value > limit:
-        raise ValueError(f"{name} must be <= {limit}, got {value}")
+    number = int(value)
+    if number < minimum or (maximum is not None and number > maximum):
+        raise ValueError(f"{name} must be {rule}, got {number}")
+    if number > limit:
+        raise ValueError(f"{name} must be <= {limit}, got {number}")
+    return number
 
 
-def check_ints(name: str, values: Any, minimum: int, maximum: int | None = None) -> None:
-    """Raise ValueError unless `values` is a list, tuple or range of such ints."""
+def check_ints(name: str, values: Any, minimum: int, maximum: int | None = None) -> tuple[int, ...]:
+    """`values` as ints; ValueError unless they are a list, tuple or range of such integers."""
     if not isinstance(values, list | tuple | range):
         raise ValueError(f"{name} must be a list of ints, got {values!r}")
-    for value in values:
-        check_int(name, value, minimum, maximum)
+    return tuple(check_int(name, value, minimum, maximum) for value in values)
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -47,9 +49,9 @@ def check_instance(name: str, value: Any, kind: type) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite float, or an int (not a bool) that a float can hold."""
+    """Whether it is a finite real number of any type (not a bool) that a float can hold."""
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     except OverflowError:
         return False
 
@@ -59,9 +61,16 @@ def is_temperature(value: Any) -> bool:
     return is_number(value) and 0 <= value <= HOTTEST
 
 
-def _check_float(name: str, value: Any, rule: str, allowed: bool) -> None:
+def _check_float(name: str, value: Any, rule: str, allowed: bool) -> float:
     if not allowed:
         raise ValueError(f"{name} must be {rule}, got {value!r}")
+    return float(value)
+
+
+def set_fields(frozen: Any, values: dict[str, Any]) -> None:
+    """Give a frozen dataclass what its fields were converted to."""
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
 
 
 @dataclass(frozen=True)
@@ -100,22 +109,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         t, p, m = self.temperature, self.top_p, self.min_p
-        _check_float("temperature", t, f"a finite number >= 0 and <= {HOTTEST:g}", is_temperature(t))
-        if t < GREEDY_BELOW:
-            object.__setattr__(self, "temperature", 0.0)
-        check_int("top_k", self.top_k, 0)
-        _check_float("top_p", p, "in (0, 1]", is_number(p) and 0 < p <= 1)
-        _check_float("min_p", m, "in [0, 1]", is_number(m) and 0 <= m <= 1)
-        check_int("max_new_tokens", self.max_new_tokens, 1)
-        if self.seed is not None:
-            check_int("seed", self.seed, 0, 2**63 - 1)
+        t = _check_float("temperature", t, f"a finite number >= 0 and <= {HOTTEST:g}", is_temperature(t))
+        checked: dict[str, Any] = {
+            "temperature": t if t >= GREEDY_BELOW else 0.0,
+            "top_k": check_int("top_k", self.top_k, 0),
+            "top_p": _check_float("top_p", p, "in (0, 1]", is_number(p) and 0 < p <= 1),
+            "min_p": _check_float("min_p", m, "in [0, 1]", is_number(m) and 0 <= m <= 1),
+            "max_new_tokens": check_int("max_new_tokens", self.max_new_tokens, 1),
+            "seed": None if self.seed is None else check_int("seed", self.seed, 0, 2**63 - 1),
+        }
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must be one or a list of non-empty strings, got {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(stop))
         check_bool("ignore_eos", self.ignore_eos)
-        check_ints("stop_token_ids", self.stop_token_ids, 0)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        checked |= {"stop": tuple(stop), "stop_token_ids": check_ints("stop_token_ids", self.stop_token_ids, 0)}
+        set_fields(self, checked)
 
 
 @dataclass(frozen=True)
@@ -147,16 +155,17 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_bool("compile", self.compile)
+        checked = {"max_batch_size": check_int("max_batch_size", self.max_batch_size, 1, limit=LARGEST_BATCH)}
         if isinstance(self.num_draft_tokens, str):
             if self.num_draft_tokens != "auto":
                 raise ValueError(f"num_draft_tokens must be 'auto' or an int >= 0, got {self.num_draft_tokens!r}")
         else:
-            check_int("num_draft_tokens", self.num_draft_tokens, 0)
+            checked["num_draft_tokens"] = check_int("num_draft_tokens", self.num_draft_tokens, 0)
         if self.verification not in VERIFICATION_METHODS:
             methods = ", ".join(VERIFICATION_METHODS)
             raise ValueError(f"verification must be one of {methods}, got {self.verification!r}")
         if self.exact is not None and not isinstance(self.exact, bool):
             raise ValueError(f"exact must be True, False or None, got {self.exact!r}")
-        check_int("max_batch_size", self.max_batch_size, 1, limit=LARGEST_BATCH)
         if self.max_length is not None:
-            check_int("max_length", self.max_length, 2)
+            checked["max_length"] = check_int("max_length", self.max_length, 2)
+        set_fields(self, checked)

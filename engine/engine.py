@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from . import prompts as prompting
 from .compiled import compile_now
-from .config import EngineConfig, SamplingParams, check_ints
+from .config import EngineConfig, SamplingParams, check_bool, check_ints
 from .detokenize import TextStream, decode, special_tokens
 from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
 from .drafters.base import Drafter
@@ -73,7 +73,8 @@ class Engine:
 
     @property
     def target_model(self) -> PreTrainedModel:
-        """The live target."""
+        """The live target. On a CPU its packed layers have a `weight`, but no parameters: `parameters()` lacks these, and
+        `state_dict()` unpacks them."""
         return self._target.model
 
     @overload
@@ -103,6 +104,7 @@ class Engine:
             EngineError: if a stream of this engine is still open, if its drafter has been attached to another engine since, or
                 proposes something that is no proposal.
         """
+        check_bool("progress", progress)
         items, single = prompting.split(prompts)
         requests = self._requests(items, params, with_text=False)
         outputs: list[Output | None] = [None] * len(requests)
@@ -157,10 +159,11 @@ class Engine:
             ValueError: naming the argument, the value and the rule; sizes go up to max_batch_size and max_length.
             EngineError: if a stream of this engine is still open, or its drafter has been attached to another engine since.
         """
+        check_bool("progress", progress)
         batch_sizes = [self.config.max_batch_size] if batch_sizes is None else batch_sizes
         text_lengths = [min(1024, self.max_length)] if text_lengths is None else text_lengths
-        check_ints("batch_sizes", batch_sizes, 1, self.config.max_batch_size)
-        check_ints("text_lengths", text_lengths, 2, self.max_length)
+        batch_sizes = check_ints("batch_sizes", batch_sizes, 1, self.config.max_batch_size)
+        text_lengths = check_ints("text_lengths", text_lengths, 2, self.max_length)
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams or None, got {params!r}")
         self._make_ready()
@@ -192,8 +195,9 @@ class Engine:
             params = [params or SamplingParams()] * len(items)
         fits = isinstance(params, list | tuple) and len(params) == len(items)
         if not fits or not all(isinstance(p, SamplingParams) for p in params):
+            got = f"{len(params)} of them" if isinstance(params, list | tuple) and not fits else f"{params!r:.200}"
             raise ValueError(
-                f"params must be SamplingParams, or a list of one for each of {len(items)} prompts, got {params!r:.200}"
+                f"params must be SamplingParams, or a list of one for each of {len(items)} prompts, got {got}"
             )
         special = special_tokens(self.tokenizer) if any(param.stop for param in params) else {}
         requests = []

@@ -15,6 +15,8 @@ from .drafters.named import STAGED, named, split_stages
 from .drafters.reencoding import ReencodingDraftModel
 from .engine import Engine
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def load(
     target: str | Path | PreTrainedModel,
@@ -127,9 +129,10 @@ def _dtype(dtype: Any, target: Any) -> Any:
     """ "auto" or a torch dtype."""
     if isinstance(dtype, str) and dtype == "auto":
         return dtype
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype must be 'auto' or a floating torch dtype such as 'bfloat16', got {dtype!r}")
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in DTYPES:
+        names = ", ".join(repr(str(each).removeprefix("torch.")) for each in DTYPES)
+        raise ValueError(f"dtype must be 'auto', {names} or such a torch dtype, got {dtype!r}")
     if isinstance(target, PreTrainedModel) and target.dtype != found:
         raise ValueError(f"dtype must be 'auto' for a live target, which is in {target.dtype}, got {dtype!r}")
     return found

@@ -64,6 +64,21 @@ def test_sampling_params_know_their_fields_and_are_frozen() -> None:
     assert engine.SamplingParams(temperature=1e-40).temperature == 0.0
 
 
+def test_numbers_of_numpy() -> None:
+    params = engine.SamplingParams(
+        np.float32(0.5), np.int64(3), np.float16(0.5), np.float64(0), np.uint8(7), np.int64(1), (), False, [np.int32(4)]
+    )
+    assert params == engine.SamplingParams(0.5, 3, 0.5, 0.0, 7, 1, stop_token_ids=[4])
+    values = (getattr(params, name) for name in params.__dataclass_fields__)
+    assert [type(value) for value in values] == [float, int, float, float, int, int, tuple, bool, tuple]
+    config = engine.EngineConfig(num_draft_tokens=np.int64(2), max_batch_size=np.int32(3), max_length=np.int16(9))
+    assert config == engine.EngineConfig(2, max_batch_size=3, max_length=9)
+    assert {type(value) for value in (config.num_draft_tokens, config.max_batch_size, config.max_length)} == {int}
+    for value in (np.bool_(True), np.float32(3)):
+        with pytest.raises(ValueError, match="max_new_tokens must be an int >= 1, got"):
+            engine.SamplingParams(max_new_tokens=value)
+
+
 def test_extreme_numbers_that_are_allowed(target: PreTrainedModel) -> None:
     llm = engine.load(target, num_draft_tokens=10**12)
     llm.warmup([1])
@@ -86,6 +101,8 @@ def test_extreme_numbers_that_are_allowed(target: PreTrainedModel) -> None:
         ("max_length", 1, "max_length must be >= 2, got 1"),
         ("max_length", CONTEXT + 1, f"max_length must be <= {CONTEXT}, the target's context, got {CONTEXT + 1}"),
         ("dtype", "int8", "dtype must be .*, got 'int8'"),
+        ("dtype", "float8_e4m3fn", "dtype must be 'auto', 'bfloat16', .* got 'float8_e4m3fn'"),
+        ("dtype", torch.float8_e5m2, r"dtype must be 'auto', 'bfloat16', .* got torch\.float8_e5m2"),
         ("device", "abacus", "device must be"),
         ("drafter", 5, "drafter must be .*; got int"),
         ("drafter", "none", "drafter must be None for plain decoding, got 'none'"),
@@ -172,6 +189,10 @@ def test_params_must_fit_the_prompts(target: PreTrainedModel) -> None:
     for params in ([engine.SamplingParams()], {"temperature": 1}, [engine.SamplingParams(), None], 5):
         with pytest.raises(ValueError, match="params must be SamplingParams, or a list of one for each of 2 prompts"):
             llm.generate([[1], [2]], params)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"for each of 2 prompts, got 3 of them$"):
+        llm.generate([[1], [2]], [engine.SamplingParams()] * 3)
+    with pytest.raises(ValueError, match="progress must be True or False, got 'yes'"):
+        llm.generate([[1]], progress="yes")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="stop needs a tokenizer"):
         llm.generate([[1]], engine.SamplingParams(stop="x"))
     with pytest.raises(ValueError, match=rf"stop_token_ids must be in \[0, {VOCAB - 1}\], got {VOCAB}"):

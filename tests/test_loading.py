@@ -38,7 +38,8 @@ def test_folder(target: PreTrainedModel, folder: Path) -> None:
         assert output.token_ids == greedy(target, [97, 98, 99], 6)
         assert output.text is not None
         assert llm.target_model.dtype == torch.float32
-    assert engine.load(folder, dtype="bfloat16").target_model.dtype == torch.bfloat16
+    for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert engine.load(folder, dtype=dtype).target_model.dtype == torch.bfloat16
 
 
 def test_folder_without_a_tokenizer_takes_ids(target: PreTrainedModel, tmp_path: Path) -> None:

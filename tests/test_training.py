@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -546,18 +547,32 @@ def test_a_folder_that_cannot_be_made(target: Path) -> None:
         ({"layers": 3}, "layers must be a list of ints, got 3"),
         ({"chat": "no"}, "chat must be True or False, got 'no'"),
         ({"max_disk_gb": -1}, "max_disk_gb must be a finite number >= 0, or None, got -1"),
-        ({"start_from": "head", "method": "mlp"}, "start_from must be None for the method mlp, got 'head'"),
+        ({"start_from": "head", "method": "mlp"}, "start_from must not be given for the method mlp, got 'head'"),
         (
             {"freeze_head": True, "method": "medusa"},
-            "freeze_head must be False for the method medusa, got True: it is an option of eagle3",
+            "freeze_head must not be given for the method medusa, got True: it is an option of eagle3",
         ),
-        ({"num_layers": 2}, "num_layers must be 4 for the method eagle3, got 2: it is an option of draft-model"),
+        (
+            {"num_layers": 2},
+            "num_layers must not be given for the method eagle3, got 2: it is an option of draft-model",
+        ),
         ({"freeze_head": 1}, "freeze_head must be True or False, got 1"),
     ],
 )
 def test_bad_options(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(TrainingOptions("eagle3", "target"), **changes)
+
+
+def test_numbers_of_numpy() -> None:
+    """They are kept as JSON."""
+    given: dict[str, Any] = dict(
+        epochs=np.int64(2), layers=[np.int32(1)], seed=np.int8(3), learning_rate=np.float32(0.5)
+    )
+    given |= dict(validation_share=np.float16(0.25), temperatures=(np.float32(0),))
+    kept = dataclasses.asdict(TrainingOptions("eagle3", "target", **given))
+    assert json.loads(json.dumps(kept))["learning_rate"] == 0.5
+    assert {type(value) for value in (kept["epochs"], kept["seed"], *kept["layers"])} == {int}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """What a user says about a training. Imports neither torch nor transformers."""
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
-from ..config import HOTTEST, check_bool, check_int, check_ints, is_number, is_temperature
+from ..config import HOTTEST, check_bool, check_int, check_ints, is_number, is_temperature, set_fields
 
 METHODS = ("eagle3", "medusa", "mlp", "draft-model")
 # Options of some methods only; elsewhere they must have their defaults.
@@ -86,12 +87,10 @@ class TrainingOptions:
         if not isinstance(self.target, str) or not self.target:
             raise ValueError(f"target must be a hub id, a folder or a GGUF file, got {self.target!r}")
         self._check_method_takes()
-        for name in _AT_LEAST_ONE:
-            check_int(name, getattr(self, name), 1)
-        check_int("max_length", self.max_length, 2)
-        check_int("seed", self.seed, 0, 2**62)
-        check_ints("layers", self.layers, 0)
-        object.__setattr__(self, "layers", tuple(self.layers))
+        checked: dict[str, Any] = {name: check_int(name, getattr(self, name), 1) for name in _AT_LEAST_ONE}
+        checked["max_length"] = check_int("max_length", self.max_length, 2)
+        checked["seed"] = check_int("seed", self.seed, 0, 2**62)
+        checked["layers"] = check_ints("layers", self.layers, 0)
         for name in ("chat", "freeze_head", "learn_prompts"):
             check_bool(name, getattr(self, name))
         if not is_number(self.validation_share) or not 0 < self.validation_share < 1:
@@ -100,12 +99,14 @@ class TrainingOptions:
             raise ValueError(f"learning_rate must be a finite number > 0, got {self.learning_rate!r}")
         if self.max_disk_gb is not None and not (is_number(self.max_disk_gb) and self.max_disk_gb >= 0):
             raise ValueError(f"max_disk_gb must be a finite number >= 0, or None, got {self.max_disk_gb!r}")
+        checked |= {"validation_share": float(self.validation_share), "learning_rate": float(self.learning_rate)}
         heats = self.temperatures
         if not isinstance(heats, list | tuple) or not heats or not all(map(is_temperature, heats)):
             raise ValueError(
                 f"temperatures must be a list of at least one finite number, all >= 0 and <= {HOTTEST:g}, got {heats!r}"
             )
-        object.__setattr__(self, "temperatures", tuple(heats))
+        checked["temperatures"] = tuple(map(float, heats))
+        set_fields(self, checked)
 
     def _check_method_takes(self) -> None:
         """Options of other methods must have their defaults."""
@@ -113,6 +114,6 @@ class TrainingOptions:
             value, methods = getattr(self, option.name), ONLY_FOR.get(option.name, METHODS)
             if self.method not in methods and value != option.default:
                 raise ValueError(
-                    f"{option.name} must be {option.default!r} for the method {self.method}, got {value!r}: it is an "
-                    f"option of {', '.join(methods)}"
+                    f"{option.name} must not be given for the method {self.method}, got {value!r}: it is an option of "
+                    f"{', '.join(methods)}"
                 )
