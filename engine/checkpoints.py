@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from . import parallel
-from .hub import may_be_hub_id
+from .hub import check_place, naming
 from .packing import pack_linears
 from .support import check_config
 
@@ -48,16 +48,10 @@ def read_checkpoint(
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
         OSError: for a hub id that cannot be had.
     """
-    if isinstance(source, PreTrainedModel):
-        return Checkpoint(source, tokenizer)
-    if not isinstance(source, str | Path) or not str(source):
-        raise ValueError(f"{role} must be a hub id, a path or a PreTrainedModel, got {source!r}")
-    location = _locate(str(source), role, dtype)
-    try:
-        config = AutoConfig.from_pretrained(location)
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{role} must be a checkpoint that transformers knows, got {source}: {error}") from error
-    check_config(config, role)
+    location = locate(source, role, dtype)
+    if isinstance(location, PreTrainedModel):
+        return Checkpoint(location, tokenizer)
+    config = read_config(location, role)
     options: dict[str, Any] = {}
     if num_ranks is not None:
         parallel.check_divisible(config, num_ranks, role)
@@ -92,22 +86,57 @@ def whole_model(location: str | Path, **options: Any) -> PreTrainedModel:
     return model
 
 
-def _locate(source: str, role: str, dtype: Any) -> str:
-    """A folder with safetensors, or a hub id."""
-    path = Path(source).expanduser()
+def locate(source: Any, role: str, dtype: Any) -> str | PreTrainedModel:
+    """A live model, a hub id, or a folder with safetensors, to which a GGUF file is converted in this dtype.
+
+    Raises:
+        ValueError: for what is none of these, or a damaged GGUF file.
+        FileNotFoundError: for a path that does not exist.
+    """
+    if isinstance(source, PreTrainedModel):
+        return source
+    path = _check_source(source, role)
     if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise ValueError(f"{role} must be a GGUF file, a folder or a hub id, got the file {path}")
         from .gguf import converted
 
         return str(converted(path, torch.bfloat16 if dtype == "auto" else dtype, role))
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{role} must be a folder with a config.json, got {path} without one")
-        return str(path)
-    if not may_be_hub_id(source):
-        raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}, which does not exist")
-    return source
+    return str(path) if path.is_dir() else str(source)
+
+
+def check_checkpoint(source: str, role: str) -> None:
+    """Raise what `read_checkpoint` would, as far as that can be told before any weights are read or converted."""
+    path = _check_source(source, role)
+    if not path.is_file():
+        read_config(str(path) if path.is_dir() else source, role)
+
+
+def _check_source(source: Any, role: str) -> Path:
+    """A folder or a GGUF file, or nothing that exists: a hub id then."""
+    if not isinstance(source, str | Path) or not str(source):
+        raise ValueError(f"{role} must be a hub id, a path or a PreTrainedModel, got {source!r}")
+    path = check_place(str(source), role)
+    if path.is_file() and path.suffix.lower() != ".gguf":
+        raise ValueError(f"{role} must be a GGUF file, a folder or a hub id, got the file {path}")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"{role} must be a folder with a config.json, got {path} without one")
+    return path
+
+
+def read_config(location: str, role: str) -> PretrainedConfig:
+    """Of a folder or a hub id.
+
+    Raises:
+        ValueError: for a damaged one, or one of an architecture that transformers does not know.
+        UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
+        OSError: for a hub id that cannot be had.
+    """
+    try:
+        with naming(location, role):
+            config: PretrainedConfig = AutoConfig.from_pretrained(location)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{role} must be a checkpoint that transformers knows, got {location}: {error}") from error
+    check_config(config, role)
+    return config
 
 
 def _tokenizer(location: str, role: str) -> Any:
@@ -123,10 +152,15 @@ def read_tokenizer(location: str, role: str) -> Any:
 
     Raises:
         ValueError: for a damaged one.
+        FileNotFoundError: for a path that does not exist.
         OSError: for a hub id that cannot be had.
     """
+    path = check_place(location, role)
+    if path.is_file():
+        raise ValueError(f"{role} must be a folder or a hub id that has a tokenizer, got the file {path}")
     try:
-        return AutoTokenizer.from_pretrained(location)
+        with naming(location, role):
+            return AutoTokenizer.from_pretrained(path if path.is_dir() else location)
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:  # of many kinds, one of them Rust's

@@ -50,10 +50,7 @@ class Engine:
         self._attached = [part for part in (drafter, *getattr(drafter, "stages", ())) if hasattr(part, "attach")]
         for part in self._attached:
             part.attached_to = self._target
-        context = self._target.context_length
-        if config.max_length is not None and config.max_length > context:
-            raise ValueError(f"max_length must be <= {context}, the target's context, got {config.max_length}")
-        self.max_length = config.max_length or context
+        self.max_length = config.max_length or self._target.context_length
         self.stats = Stats()
         graphs = Graphs.for_device(model.device) if self._target.capturable else Graphs(None)
         self._server = Server(

@@ -1,10 +1,39 @@
 """What a user means by the place of a checkpoint."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+_HUB_ID = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
 
 
 def may_be_hub_id(source: str) -> bool:
     """Whether it is "name" or "owner/name"; anything else was meant as a path."""
-    path = Path(source)
-    meant_as_path = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
-    return bool(source) and not meant_as_path and path.suffix.lower() != ".gguf"
+    meant_as_path = source.startswith(".") or source.lower().endswith(".gguf")
+    return not meant_as_path and _HUB_ID.fullmatch(source) is not None
+
+
+def check_place(source: str, role: str) -> Path:
+    """The path, where it is one.
+
+    Raises:
+        FileNotFoundError: if it does not exist and is no hub id.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and not may_be_hub_id(source):
+        raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}, which does not exist")
+    return path
+
+
+@contextmanager
+def naming(source: str, role: str) -> Iterator[None]:
+    """The OSErrors of a hub id that cannot be had name it, and the argument."""
+    try:
+        yield
+    except OSError as error:
+        if Path(source).expanduser().exists():
+            raise
+        raise OSError(
+            f"{role} must be an existing path or a hub id that can be had, got {source!r}: {error}"
+        ) from error

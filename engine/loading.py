@@ -4,16 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from . import parallel
-from .checkpoints import Checkpoint, read_checkpoint, read_tokenizer
+from .checkpoints import Checkpoint, check_checkpoint, locate, read_checkpoint, read_config, read_tokenizer
 from .config import EngineConfig, check_bool
-from .drafters import CascadeDrafter, Drafter, DraftModel
+from .drafters import CascadeDrafter, Drafter, DraftModel, LayerSkipDrafter
 from .drafters.by_tokenizer import check_draft_model, draft_model
 from .drafters.named import STAGED, named, split_stages
 from .drafters.reencoding import ReencodingDraftModel
 from .engine import Engine
+from .support import context_length
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -96,6 +97,12 @@ def load(
     if drafter == "none":
         raise ValueError("drafter must be None for plain decoding, got 'none'")
     stages = _stages(drafter)
+    for stage in stages:
+        if isinstance(stage, str):
+            check_checkpoint(stage.removeprefix(STAGED), "drafter")
+    target = locate(target, "target", dtype)
+    model_config = target.config if isinstance(target, PreTrainedModel) else read_config(target, "target")
+    _check_sizes(model_config.get_text_config(), config.max_length, stages)
     main = read_checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
     drafters = [_drafter(main, stage) for stage in stages]
     whole = drafters[0] if len(drafters) == 1 else CascadeDrafter(*drafters) if drafters else None
@@ -110,6 +117,17 @@ def _stages(drafter: Any) -> list[Any]:
     if not all(parts):
         raise ValueError(f"drafter must be a name, a hub id or a path, also behind a '+', got {drafter!r}")
     return [named(part, in_cascade=len(parts) > 1) for part in parts]
+
+
+def _check_sizes(target: PretrainedConfig, max_length: int | None, stages: list[Any]) -> None:
+    """What depends on the target's config alone."""
+    context = context_length(target)
+    if max_length is not None and max_length > context:
+        raise ValueError(f"max_length must be <= {context}, the target's context, got {max_length}")
+    for stage in stages:
+        for part in getattr(stage, "stages", (stage,)):
+            if isinstance(part, LayerSkipDrafter):
+                part.check_layers(target.num_hidden_layers)
 
 
 def _drafter(main: Checkpoint, stage: Any) -> Drafter:

@@ -1,6 +1,7 @@
 """Drafters by name, in `engine.load` and in the benchmark's tables."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,36 @@ def test_lookup_in_a_cascade_wants_three_tokens() -> None:
 def test_bad_names(target: PreTrainedModel, name: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         engine.load(target, drafter=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("NGRAM", "ngram"),
+        ("n-gram", "ngram"),
+        ("ngram:3", "ngram"),
+        ("Ngram+layer_skip:1", "ngram"),
+        ("ngram+sufix", "suffix"),
+        ("layer-skip:1", "layer_skip"),
+        ("layerskip:1", "layer_skip"),
+        ("stage:gpt2", "staged"),
+    ],
+)
+def test_misspelt_names(target: PreTrainedModel, name: str, meant: str) -> None:
+    """They are no hub ids, which would be looked for there."""
+    part = re.escape(name.removeprefix("ngram+"))
+    with pytest.raises(
+        ValueError, match=rf"^drafter must be a known name, .*, got '{part}': did you mean '{meant}'\?$"
+    ):
+        engine.load(target, drafter=name)
+
+
+def test_a_folder_may_have_any_name(
+    target: PreTrainedModel, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "n-gram").symlink_to(draft)
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(engine.load(target, drafter="n-gram").drafter, engine.DraftModel)
 
 
 @pytest.mark.parametrize(

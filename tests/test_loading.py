@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import smollm2
@@ -318,6 +319,47 @@ def test_damaged_tokenizer(folder: Path) -> None:
         engine.load(folder)
     with pytest.raises(ValueError, match=f"^tokenizer must have an intact tokenizer; reading that of {folder} failed"):
         engine.load(tiny("llama"), tokenizer=folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(drafter="/nope"), FileNotFoundError, "drafter must be an existing path or a hub id, got '/nope'"),
+        (dict(drafter="ngram+/nope"), FileNotFoundError, "drafter must be an existing path or a hub id, got '/nope'"),
+        (dict(drafter="+"), FileNotFoundError, r"drafter must be an existing path or a hub id, got '\+'"),
+        (
+            dict(drafter="./bert"),
+            engine.UnsupportedModelError,
+            "drafter must be a causal language model, got 'bert'",
+        ),
+        (dict(drafter="layer_skip:99"), ValueError, r"exit_layer must be in \[1, 2\], got 99"),
+        (dict(drafter="ngram+layer_skip:0,2"), ValueError, r"layers must be below 2, .* got \[0, 2\]"),
+        (dict(max_length=49), ValueError, "max_length must be <= 48, the target's context, got 49"),
+        (dict(tokenizer="/nope"), FileNotFoundError, "tokenizer must be an existing path or a hub id, got '/nope'"),
+        (dict(tokenizer=__file__), ValueError, "tokenizer must be a folder or a hub id that has a tokenizer, got the "),
+    ],
+)
+def test_what_configs_tell_is_judged_before_weights_are_read(
+    folder: Path, options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "model.safetensors").unlink()
+    AutoConfig.for_model("bert").save_pretrained(folder / "bert")
+    monkeypatch.chdir(folder)
+    with pytest.raises(error, match=message):
+        engine.load(folder, **options)
+
+
+def test_hub_ids_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(location: str) -> None:
+        raise OSError("We couldn't connect")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", missing)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", missing)
+    rule = "must be an existing path or a hub id that can be had, got 'no/such': We couldn't connect"
+    with pytest.raises(OSError, match=f"^target {rule}"):
+        engine.load("no/such")
+    with pytest.raises(OSError, match=f"^tokenizer {rule}"):
+        engine.load("no/such", tokenizer="no/such")
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "mps", "meta"])

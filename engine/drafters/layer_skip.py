@@ -60,13 +60,17 @@ class LayerSkipDrafter:
             UnsupportedModelError: if some of them cannot be left out.
         """
         decoder = DecoderLayers(target.model)
-        if self._exit_layer is not None:
-            check_int("exit_layer", self._exit_layer, 1, len(decoder))
-        if self.layers[-1] >= len(decoder):
-            raise ValueError(f"layers must be below {len(decoder)}, the target's number, got {list(self.layers)}")
+        self.check_layers(len(decoder))
         if target.config.model_type not in TESTED:
             decoder.probe(self.layers)
         self._target, self._decoder = target, decoder
+
+    def check_layers(self, count: int) -> None:
+        """Raise ValueError if a target of so many layers has not all that are to run."""
+        if self._exit_layer is not None:
+            check_int("exit_layer", self._exit_layer, 1, count)
+        if self.layers[-1] >= count:
+            raise ValueError(f"layers must be below {count}, the target's number, got {list(self.layers)}")
 
     def restore(self) -> None:
         """Make sure that the target is whole, which an interrupt while drafting may have prevented."""

@@ -7,6 +7,7 @@ and 29, counted from 0, and "3-3" is layer 3 alone.
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..heads import find_head
@@ -21,6 +22,7 @@ from .suffix import SuffixDrafter
 CASCADE_MIN_NGRAM = 3
 LAYER_SKIP, STAGED = "layer_skip:", "staged:"
 _FIRST_STAGE = re.compile(r"(ngram|suffix)\+(.*)", re.DOTALL)
+_KNOWN = ("ngram", "suffix", "layer_skip", "staged")
 _LAYERS = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 
 
@@ -34,7 +36,8 @@ def named(name: str, in_cascade: bool = False) -> Drafter | str:
     """The drafter of one part of a name; that of a draft model, MODEL or "staged:MODEL", is returned as it is.
 
     Raises:
-        ValueError: for a layer_skip without layers, a staged drafter without a draft model, or a damaged checkpoint.
+        ValueError: for a layer_skip without layers, a staged drafter without a draft model, a name that is misspelt, or a
+            damaged checkpoint.
         OSError: for a hub id that cannot be had.
     """
     if name == "ngram":
@@ -46,7 +49,18 @@ def named(name: str, in_cascade: bool = False) -> Drafter | str:
     if name.startswith(STAGED):
         _check_draft_model(name.removeprefix(STAGED))
         return name
-    return recognise(find_head(name) or name) or name
+    head = find_head(name)
+    if head is None:
+        _check_spelling(name)
+    return recognise(head or name) or name
+
+
+def _check_spelling(name: str) -> None:
+    """What is no path, has no owner, and is near to a known name, was meant as that: no such hub id is known."""
+    word = re.split("[:+]", name)[0].lower().replace("-", "_")
+    near = get_close_matches(word, _KNOWN, n=1, cutoff=0.75)
+    if near and "/" not in word and not Path(name).expanduser().exists():
+        raise ValueError(f"drafter must be a known name, a hub id or a path, got {name!r}: did you mean {near[0]!r}?")
 
 
 def _layer_skip(text: str) -> LayerSkipDrafter:

@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
-from ..hub import may_be_hub_id
+from ..hub import may_be_hub_id, naming
 from .base import Drafter
 from .eagle import EagleDrafter
 from .head_files import HeadFiles, read_config, read_head
@@ -40,7 +40,8 @@ def recognise(location: str | Path) -> Drafter | None:
         return _from_folder(folder, read_config(folder))
     if folder.exists() or not may_be_hub_id(str(location)):
         return None
-    config = read_config(Path(str(cached_file(str(location), "config.json"))).parent)
+    with naming(str(location), "drafter"):
+        config = read_config(Path(str(cached_file(str(location), "config.json"))).parent)
     if _kind(config) is None and not _may_be_eagle(config):
         return None
     return _from_folder(_fetch(str(location)), config)
