@@ -4,21 +4,22 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-import torch
+from transformers import BatchEncoding
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
-_COMPOSED = (str, list, tuple, dict, torch.Tensor)  # what is no token id, and was not meant as one
+_COMPOSED = (str, list, tuple, dict, BatchEncoding)  # what is no token id, and was not meant as one
 
 
 def split(prompts: Any) -> tuple[list[Any], bool]:
     """A list of prompts, and whether only one was given.
 
-    A string, a list of ids (or a 1-D tensor) and a list of chat messages are one prompt; a list of prompts is several.
+    A string, ids (in a list, a tensor, an array or what a tokenizer returns) and a list of chat messages are one prompt; a list of
+    prompts is several.
 
     Raises:
         ValueError: for an empty list, or what is no prompt at all.
     """
-    if isinstance(prompts, str | torch.Tensor):
+    if isinstance(prompts, str | BatchEncoding) or _is_array(prompts):
         return [prompts], True
     if not isinstance(prompts, list | tuple):
         raise ValueError(
@@ -26,7 +27,9 @@ def split(prompts: Any) -> tuple[list[Any], bool]:
         )
     if not prompts:
         raise ValueError("prompts must not be empty")
-    if all(isinstance(item, dict) for item in prompts) or not any(isinstance(item, _COMPOSED) for item in prompts):
+    if all(isinstance(item, dict) for item in prompts) or not any(
+        isinstance(item, _COMPOSED) or _is_array(item) for item in prompts
+    ):
         return [prompts], True
     return list(prompts), False
 
@@ -35,7 +38,8 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
     """Token ids of one prompt.
 
     Args:
-        prompt: text, token ids, or chat messages (rendered with the tokenizer's chat template).
+        prompt: text; token ids, as a list, a tensor, an array or what a tokenizer returns for one text; or chat messages, rendered
+            with the tokenizer's chat template. A last message of the assistant is continued, as `transformers`' pipeline does.
         name: how messages call it, such as "prompts[2]".
         tokenizer: None where prompts can only be ids.
         vocab_size: ids are below this.
@@ -44,9 +48,13 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
     Raises:
         ValueError: naming the prompt and the rule that it breaks.
     """
-    if isinstance(prompt, torch.Tensor):
-        if prompt.dim() != 1 or prompt.is_floating_point():
-            raise ValueError(f"{name} must be a 1-D tensor of ids, got {prompt.dtype} of shape {list(prompt.shape)}")
+    if isinstance(prompt, BatchEncoding):
+        prompt = prompt.get("input_ids")
+    if _is_array(prompt):
+        if prompt.ndim == 2 and len(prompt) == 1:  # as a tokenizer makes it of one text
+            prompt = prompt[0]
+        if prompt.ndim != 1:
+            raise ValueError(f"{name} must be a 1-D tensor or array of ids, got the shape {list(prompt.shape)}")
         prompt = prompt.tolist()
     if not isinstance(prompt, str | list | tuple):
         raise ValueError(f"{name} must be a string, token ids or chat messages, got {type(prompt).__name__}")
@@ -72,6 +80,7 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
 
 
 def _render_chat(messages: list[dict[str, Any]], name: str, tokenizer: Any) -> list[int]:
+    messages = [{**message, "content": _joined(message.get("content"))} for message in messages]
     for message in messages:
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(
@@ -79,12 +88,22 @@ def _render_chat(messages: list[dict[str, Any]], name: str, tokenizer: Any) -> l
             )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{name} holds chat messages, but the tokenizer has no chat template: pass text instead")
+    begun = messages[-1]["role"] == "assistant"
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=not begun, continue_final_message=begun, tokenize=False
+        )
     except Exception as error:  # a template is a program of its own, with errors of its own
         raise ValueError(f"{name} must hold chat messages that the chat template takes: {error}") from error
     _check_unicode(text, name)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _joined(content: Any) -> Any:
+    """The text of a list of {"type": "text", "text": ...}; what is anything else stays as it is."""
+    parts = content if isinstance(content, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, dict) and part.get("type") == "text" and "text" in part]
+    return "".join(texts) if texts and len(texts) == len(parts) else content
 
 
 def _check_unicode(text: str, name: str) -> None:
@@ -100,6 +119,11 @@ def _need(tokenizer: Any, name: str, kind: str) -> Any:
     if tokenizer is None:
         raise ValueError(f"{name} is {kind}, which needs a tokenizer: pass tokenizer= to engine.load, or token ids")
     return tokenizer
+
+
+def _is_array(value: Any) -> bool:
+    """A tensor or an array, of which those without a dimension are numbers."""
+    return getattr(value, "ndim", 0) > 0
 
 
 def _is_int(value: Any) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import CONTEXT, VOCAB, greedy, tiny
-from transformers import PreTrainedModel
+from transformers import BatchEncoding, PreTrainedModel
 
 import engine
 
@@ -136,7 +136,16 @@ def test_load(target: PreTrainedModel, option: str, value: Any, message: str) ->
         ([1, VOCAB], rf"prompts\[0\] must hold token ids in \[0, {VOCAB}\), got {VOCAB}"),
         ([[1, 2], [3, -1]], r"prompts\[1\] must hold token ids .* got -1"),
         ([[1, True]], r"prompts\[0\] must hold token ids .* got True"),
-        (torch.ones(2, 2, dtype=torch.long), r"prompts\[0\] must be a 1-D tensor"),
+        (
+            torch.ones(2, 2, dtype=torch.long),
+            r"prompts\[0\] must be a 1-D tensor or array of ids, got the shape \[2, 2\]",
+        ),
+        (np.ones((2, 2), dtype=int), r"prompts\[0\] must be a 1-D tensor or array of ids, got the shape \[2, 2\]"),
+        (torch.ones(2), r"prompts\[0\] must hold token ids .* got 1.0"),
+        (np.array(["a"]), r"prompts\[0\] must hold token ids .* got 'a'"),
+        (torch.tensor(3), "prompts must be a string.* got Tensor"),
+        (BatchEncoding({"input_ids": [[1, 2], [3]]}), r"prompts\[0\] must hold token ids .* got \[1, 2\]"),
+        (BatchEncoding({}), r"prompts\[0\] must be a string, token ids or chat messages, got NoneType"),
         ([1] * CONTEXT, rf"prompts\[0\] has {CONTEXT} tokens; at most {CONTEXT - 1}"),
         ("text", r"prompts\[0\] is text, which needs a tokenizer"),
         ([{"role": "user", "content": "hi"}], r"prompts\[0\] is chat messages, which needs a tokenizer"),
@@ -231,7 +240,7 @@ def test_chat_without_a_template(target: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="'role' and 'content'") as caught:
         llm.generate([{"role": "user", "content": "x" * 1000}, {"content": "y" * 1000}])
     assert "yyy" in str(caught.value) and len(str(caught.value)) < 300
-    for content in (5, None, [{"type": "text", "text": "hi"}]):
+    for content in (5, None, [], [{"type": "image", "url": "x"}], [{"type": "text", "text": "hi"}, {"type": "image"}]):
         with pytest.raises(ValueError, match=r"prompts\[0\] must hold chat messages .* both strings, got"):
             llm.generate([{"role": "user", "content": content}])
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import greedy, perturbed, random_prompts, tiny
@@ -91,10 +92,26 @@ def test_single_prompts_and_lists(target: PreTrainedModel) -> None:
     assert one.text == TOKENIZER.decode(one.token_ids, skip_special_tokens=True)
     assert llm.generate(["abc"], params)[0].token_ids == one.token_ids
     assert llm.generate([97, 98, 99], params).token_ids == one.token_ids
-    assert llm.generate(torch.tensor([97, 98, 99]), params).token_ids == one.token_ids
+    encoded = [TOKENIZER("abc", return_tensors=kind) for kind in (None, "pt", "np")]
+    arrays = [torch.tensor([97, 98, 99]), np.array([97, 98, 99]), torch.tensor([[97, 98, 99]])]
+    for prompt in (*arrays, *encoded):
+        assert llm.generate(prompt, params).token_ids == one.token_ids
+    assert [output.token_ids for output in llm.generate([*arrays, *encoded], params)] == [one.token_ids] * 6
     chat = llm.generate([{"role": "user", "content": "hi"}], params)
     assert bytes(chat.prompt_token_ids) == b"user: hi\nassistant:"
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert llm.generate([{"role": "user", "content": parts}], params).prompt_token_ids == chat.prompt_token_ids
     assert engine.load(target).generate([97, 98, 99], params).text is None
+
+
+def test_a_begun_answer_is_continued(target: PreTrainedModel) -> None:
+    """As `transformers`' pipeline does."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    llm = engine.load(target, tokenizer=tokenizer)
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure, "}]
+    for messages, prompt in ((chat, b"<user>hi</><assistant>Sure, "), (chat[:1], b"<user>hi</><assistant>")):
+        assert bytes(llm.generate(messages, engine.SamplingParams(max_new_tokens=1)).prompt_token_ids) == prompt
 
 
 def test_stop_string_across_tokens_and_rounds(target: PreTrainedModel) -> None:
