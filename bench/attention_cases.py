@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench import timing
+from bench.figures import Figures
 from bench.timing import Contender, Timing
 from engine.kernels import attention_reference
 from engine.kernels.attention_ops import ragged_attention
@@ -116,7 +117,7 @@ def contest(case: AttentionCase, device: str, *, repeats: int, seconds: float) -
     if cuda:
         contenders["copy"], _ = timing.capture(timing.device_copies(case.bytes_moved, copies))
     times = timing.interleave(contenders, repeats=repeats, seconds=seconds, cuda=cuda)
-    return dict(shape=case.shape, bytes=case.bytes_moved, copies=copies) | _figures(times, case.bytes_moved)
+    return dict(bytes=case.bytes_moved, copies=copies) | _figures(times, case.bytes_moved)
 
 
 def _figures(times: dict[str, Timing], moved: int) -> dict[str, Any]:
@@ -133,15 +134,9 @@ def _figures(times: dict[str, Timing], moved: int) -> dict[str, Any]:
     )
 
 
-def attention_report(device: str, cases: Sequence[AttentionCase] | None = None) -> dict[str, Any]:
-    """Figures of all cases, as JSON; on CPU a reduced form, of the torch twin."""
+def attention_report(device: str, figures: Figures, cases: Sequence[AttentionCase] | None = None) -> None:
+    """Figures by shape; on CPU a reduced form, of the torch twin."""
     chosen = cases or (GPU_CASES if device == "cuda" else CPU_CASES)
-    results: list[dict[str, Any]] = []
-    for case in chosen:
-        try:
-            results.append(contest(case, device, repeats=20 if device == "cuda" else 7, seconds=3.0))
-        except Exception as error:  # a case that fails is a result too
-            results.append(dict(shape=case.shape, error=f"{type(error).__name__}: {error}".splitlines()[0][:300]))
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    return dict(device=device, times="us per call: median, p20, p80", cases=results)
+    figures["times"] = "us per call: median, p20, p80"
+    repeats = 20 if device == "cuda" else 7
+    figures.measure({case.shape: partial(contest, case, device, repeats=repeats, seconds=3.0) for case in chosen})

@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
+from bench.targets import NEW_TOKENS, PROMPT_TOKENS, SETUP_TURNS, Target, greedy, load, num_graphs
 from engine.drafters.eagle_model import EagleModel, eagle_config
 from engine.drafters.medusa_model import MedusaHeads
 from engine.drafters.mlp import MlpSpeculator
@@ -87,20 +88,25 @@ def draft_model(target: PreTrainedModel) -> PreTrainedModel:
         return LlamaForCausalLM(LlamaConfig(**shape)).to(target.dtype).eval()
 
 
-def drafter_costs(
-    target: PreTrainedModel, load: Callable[..., engine.Engine], texts: list[list[int]], params: engine.SamplingParams
-) -> dict[str, Any]:
-    """For each drafter: microseconds of drafting and of a whole round at B = 1, the second time that the texts are answered."""
-    figures: dict[str, Any] = {}
+def small_draft_model(target: PreTrainedModel) -> engine.DraftModel:
+    """Of two layers with random weights, always the same."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        for name, make in drafters(target).items():
-            llm = load(target, make(), num_draft_tokens=NUM_DRAFT_TOKENS)
-            llm.generate(texts, params)
-            stats = llm.generate(texts, params)[0].stats
-            seconds = stats.total_seconds - stats.prefill_seconds
-            figures[name] = {
-                "draft_us": stats.draft_seconds / stats.rounds * 1e6, "round_us": seconds / stats.rounds * 1e6,
-                "tokens_per_round": stats.block_efficiency,
-            }  # fmt: skip
-    return figures
+        return engine.DraftModel(draft_model(target))
+
+
+def drafter_cost(target: Target, make: Callable[[], engine.Drafter], device: str) -> dict[str, float]:
+    """Microseconds of drafting and of a whole round at B = 1, once all is compiled and captured."""
+    texts, params = target.prompts(1, PROMPT_TOKENS[device]), greedy(NEW_TOKENS[device])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        llm = load(target.model, make(), num_draft_tokens=NUM_DRAFT_TOKENS)
+    for _ in range(max(SETUP_TURNS[device], 1)):
+        llm.generate(texts, params)
+    graphs = num_graphs(llm)
+    stats = llm.generate(texts, params)[0].stats
+    seconds = stats.total_seconds - stats.prefill_seconds
+    return {
+        "draft_us": stats.draft_seconds / stats.rounds * 1e6, "round_us": seconds / stats.rounds * 1e6,
+        "tokens_per_round": stats.block_efficiency, "captured_while_timed": num_graphs(llm) - graphs,
+    }  # fmt: skip

@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import engine
-from bench.targets import SETUP_TURNS
+from bench.targets import SETUP_TURNS, num_graphs
 
 LAUNCH, READ = "round: launch", "round: read"
 # A copy to memory that is not pinned blocks the host, even where it is asked for without.
@@ -60,7 +60,7 @@ def host_figures(llm: engine.Engine, text: list[int], params: engine.SamplingPar
     watched = Watched(llm._server)
     for _ in range(SETUP_TURNS["cuda" if cuda else "cpu"]):
         llm.generate([text], params)
-    watched.waited = 0.0
+    watched.waited, graphs = 0.0, num_graphs(llm)
     stats = llm.generate([text], params)[0].stats
     seconds, inside = stats.total_seconds - stats.prefill_seconds, stats.draft_seconds + stats.verify_seconds
     working = seconds - (watched.waited if cuda else inside)
@@ -69,7 +69,7 @@ def host_figures(llm: engine.Engine, text: list[int], params: engine.SamplingPar
     waits, reads = waits_inside(profiler.events(), on_gpu=cuda)
     return {
         "rounds": stats.rounds, "round_us": seconds / stats.rounds * 1e6, "host_us": working / stats.rounds * 1e6,
-        "idle_us": (seconds - inside) / stats.rounds * 1e6,
+        "idle_us": (seconds - inside) / stats.rounds * 1e6, "captured_while_timed": num_graphs(llm) - graphs,
         "profiled_rounds": reads, "waits_inside_rounds": sum(waits.values()), "waits": dict(waits),
     }  # fmt: skip
 

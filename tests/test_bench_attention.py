@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench.attention_cases import CONTENDERS, GOAL_CASE, AttentionCase, attention_report, check, make_inputs
+from bench.figures import Figures
 
 SMALL = AttentionCase(batch=2, length=40, width=3, num_heads=4, num_kv_heads=2, head_dim=16)
 
@@ -29,9 +30,11 @@ def test_contenders_give_the_same_and_wrong_results_are_rejected(name: str) -> N
 
 def test_report_on_a_cpu() -> None:
     """Figures of ours and of the baseline; nothing is claimed about a GPU."""
-    report = json.loads(json.dumps(attention_report("cpu", [SMALL, AttentionCase(1, 24, 1, 2, 1, 8)])))
-    first, second = report["cases"]
-    assert (first["shape"], second["shape"]) == ("B=2 L=40 W=3", "B=1 L=24 W=1")
+    figures = Figures()
+    attention_report("cpu", figures, [SMALL, AttentionCase(1, 24, 1, 2, 1, 8)])
+    report = json.loads(json.dumps(figures))
+    assert report.keys() == {"times", "B=2 L=40 W=3", "B=1 L=24 W=1"}
+    first = report["B=2 L=40 W=3"]
     median, p20, p80 = first["ours_us"]
     assert 0 < p20 <= median <= p80 and first["repeats"] == 7
     assert first["sdpa_to_ours"] == pytest.approx(first["masked_sdpa_us"][0] / median, rel=0.02)
@@ -41,5 +44,6 @@ def test_report_on_a_cpu() -> None:
 
 def test_a_case_that_fails_is_a_result_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONTENDERS, "ours", lambda inputs: inputs["query"].transpose(1, 2).contiguous())
-    (result,) = attention_report("cpu", [SMALL])["cases"]
-    assert result["error"].startswith("AssertionError: B=2 L=40 W=3: row 0 is off by")
+    figures = Figures()
+    attention_report("cpu", figures, [SMALL])
+    assert figures[SMALL.shape]["error"].startswith("AssertionError: B=2 L=40 W=3: row 0 is off by")

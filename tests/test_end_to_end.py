@@ -1,5 +1,6 @@
 """The end-to-end cases of the GPU report, in their form for a CPU: they run, and their figures make sense."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,25 @@ from torch.autograd import DeviceType
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
-from bench import end_to_end, targets
+import engine
+from bench import automatic_length, end_to_end, targets
 from bench.attention_cases import GOAL_CASE
+from bench.figures import Figures
 from bench.goals import GOALS, Results
 from bench.host_time import LAUNCH, READ, waits_inside
+from engine.graphs import Graphs
+
+
+def measured(title: str) -> Figures:
+    figures = Figures()
+    end_to_end.CASES[title]("cpu", figures)
+    assert not figures.failed, figures
+    return figures
 
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    return {title: case("cpu") for title, case in end_to_end.CASES.items()}
+    return {title: measured(title) for title in end_to_end.CASES}
 
 
 def test_all_cases_run_and_say_what_the_weights_are(figures: dict[str, Any]) -> None:
@@ -28,7 +39,7 @@ def test_all_cases_run_and_say_what_the_weights_are(figures: dict[str, Any]) -> 
     assert 0 < plain["share_of_copy_bandwidth"] < 2
     assert plain["weights"] == "random weights (tiny), random prompts"
     labelled = [case for title, case in figures.items() if title not in ("ragged attention", "plain decoding")]
-    assert [case["weights"].split()[0] for case in labelled] == ["random"] * 4 + ["real", "random"]
+    assert [case["weights"].split()[0] for case in labelled] == ["random"] * 4 + ["real"] + ["random"] * 3
 
 
 def test_warm_up_of_a_fixed_length_and_of_auto(figures: dict[str, Any]) -> None:
@@ -36,12 +47,29 @@ def test_warm_up_of_a_fixed_length_and_of_auto(figures: dict[str, Any]) -> None:
     assert case["K=5"]["seconds"] > 0 and case["K=auto"]["seconds"] > 0
 
 
+def test_kernels_are_compiled_before_a_warm_up_but_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which finds Triton's cache empty, wherever that is."""
+    calls: list[tuple[Any, str | None]] = []
+
+    def warmup_figures(target: Any, num_draft_tokens: Any) -> dict[str, Any]:
+        calls.append((num_draft_tokens, folder := os.environ.get("TRITON_CACHE_DIR")))
+        assert folder is None or not os.listdir(folder)
+        return {"seconds": float(len(calls))}
+
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(end_to_end, "warmup_figures", warmup_figures)
+    assert measured("warm-up of 4 buckets")["K=auto"]["seconds"] == 4
+    assert calls == [(5, None)] * 2 + [("auto", None)] * 2
+    measured("warm-up of 4 buckets, nothing compiled")
+    assert calls[4][0] == "auto" and calls[4][1] is not None and "TRITON_CACHE_DIR" not in os.environ
+
+
 def test_every_goal_on_whole_generations_finds_its_figure(figures: dict[str, Any]) -> None:
     """With the tiny model in the place of those that a GPU runs."""
     plain = dict.fromkeys(("8B", "1B"), figures["plain decoding"]["tiny"])
-    attention = {"cases": [figures["ragged attention"]["cases"][0] | {"shape": GOAL_CASE.shape, "share_of_copy": 0.5}]}
+    attention = {GOAL_CASE.shape: figures["ragged attention"]["B=1 L=512 W=6"] | {"share_of_copy": 0.5}}
     results = Results((), figures | {"plain decoding": plain, "ragged attention": attention})
-    outcomes = [goal.outcome(results, on_gpu=True) for goal in GOALS]
+    outcomes = [goal.outcome(results, "a GPU") for goal in GOALS]
     measured = [outcome for outcome in outcomes if outcome["measured"] is not None]
     assert len(measured) == 12 and all(outcome["met"] in (True, False) for outcome in measured)
 
@@ -65,12 +93,94 @@ def test_the_synthetic_drafter_is_held_against_theory(figures: dict[str, Any]) -
 
 def test_auto_is_held_against_plain_where_no_draft_stands(figures: dict[str, Any]) -> None:
     case = figures['"auto" against plain']
-    rows = [case[f"B={batch}"] for batch in (1, 4)]
-    for row in rows:
-        assert row.keys() == {"synthetic, never right", "draft model of two layers"}
-        assert all(each["acceptance"] == 0 < each["drafts_per_round"] for each in row.values())
+    rows = {name: row for name, row in case.items() if isinstance(row, dict)}
+    drafters = ("synthetic, never right", "draft model of two layers")
+    assert list(rows) == [f"B={batch}, {name}" for batch in (1, 4) for name in drafters]
+    assert all(row["acceptance"] == 0 < row["drafts_per_round"] for row in rows.values())
     for key in ("first_run", "later_runs", "all_runs"):
-        assert case[f"lowest_{key}"] == min(each[key] for row in rows for each in row.values())
+        assert case[f"lowest_{key}"] == min(row[key] for row in rows.values())
+
+
+def test_the_lowest_of_all_is_not_that_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic_length, "AUTO_BATCHES", {"cpu": (1, 10**6)})  # so many prompts there are not
+    figures = Figures()
+    automatic_length.automatic_length("cpu", figures)
+    assert len(figures.failed) == 2 and "is too short" in figures[figures.failed[0]]["error"]
+    assert figures["B=1, synthetic, never right"]["all_runs"] > 0
+    assert not any(name.startswith("lowest") for name in figures)
+
+
+def test_texts_that_differ_are_figures_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the acceptance that they had: a drafter that knows another text is seldom right."""
+    expect = end_to_end.SyntheticDrafter.expect
+
+    def another(self: Any, prompts: list[list[int]], texts: list[list[int]]) -> None:
+        expect(self, prompts, [[token + 1 for token in text] for text in texts])
+
+    monkeypatch.setattr(end_to_end.SyntheticDrafter, "expect", another)
+    timed = end_to_end.timed
+
+    def other_tokens(llm: engine.Engine, *args: Any) -> Any:
+        outputs, seconds = timed(llm, *args)
+        outputs[0].token_ids.append(0)
+        return outputs, seconds
+
+    monkeypatch.setattr(end_to_end, "timed", other_tokens)
+    case = measured("synthetic acceptance 0.8, K = 5")
+    assert case["texts_equal"] is False and case["acceptance"] < 0.5 and case["speedup"] > 0
+
+
+def test_beside_transformers_each_way_is_held_against_our_plain_decoding(figures: dict[str, Any]) -> None:
+    case = figures["beside transformers, compiled and assisted"]
+    rows = [case["static cache, compiled"], case["assistant model of two layers"]]
+    assert all(row["ratio"] > 0 for row in rows) and "random" in rows[1]["drafts"]
+
+
+class Books(Graphs):
+    """Of what would be captured, and when; all work is done eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda pool: pytest.fail("nothing is captured"))
+
+    def run(self, key: Any, work: Any) -> Any:
+        if key in self._seen:
+            self._captured[key] = None  # type: ignore[assignment]
+        self._seen.add(key)
+        return work()
+
+
+@pytest.fixture
+def books(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts as long as on a GPU, and turns as there."""
+    monkeypatch.setattr(Graphs, "for_device", lambda device: Books())
+    for table in (targets.PROMPT_TOKENS, targets.SETUP_TURNS):
+        monkeypatch.setitem(table, "cpu", table["cuda"])
+    for table in (targets.NEW_TOKENS, end_to_end.SYNTHETIC_TOKENS, end_to_end.PROFILED_TOKENS):
+        monkeypatch.setitem(table, "cpu", 24)
+
+
+def captures(title: str) -> list[int]:
+    case = measured(title)
+    return [
+        row["captured_while_timed"]
+        for row in (case, *case.values())
+        if "captured_while_timed" in (row if isinstance(row, dict) else ())
+    ]
+
+
+TURNS = {"plain decoding": 1, "synthetic acceptance 0.8, K = 5": 1, "host time": 2, "drafting, by drafter": 13}
+
+
+@pytest.mark.parametrize("title, rows", TURNS.items())
+def test_all_is_captured_before_the_turns_that_count(books: None, title: str, rows: int) -> None:
+    assert captures(title) == [0] * rows
+
+
+@pytest.mark.parametrize("title", list(TURNS)[:3])
+def test_what_is_captured_in_turns_that_count_is_told(books: None, monkeypatch: pytest.MonkeyPatch, title: str) -> None:
+    """A bucket that serves one round of each text is captured in the second text."""
+    monkeypatch.setitem(targets.PROMPT_TOKENS, "cpu", 512)
+    assert all(captures(title))
 
 
 def test_the_small_real_model_or_why_it_is_left_out(figures: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +193,7 @@ def test_the_small_real_model_or_why_it_is_left_out(figures: dict[str, Any], mon
         raise FileNotFoundError("no model")
 
     monkeypatch.setattr(targets, "find_model", nowhere)
-    assert end_to_end.small_real_model("cpu") == {"weights": case["weights"], "left_out": "no model"}
+    assert measured("a small real model") == {"weights": case["weights"], "left_out": "no model"}
 
 
 # The host's part in a round.

@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not in
 
 from bench import attention_cases, end_to_end, targets
 from bench.drafter_cases import ON_THE_HOST, drafters
+from bench.figures import Figures
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8]]
@@ -106,15 +107,18 @@ def test_the_reports_cases(device: Device, monkeypatch: pytest.MonkeyPatch) -> N
     """Two of those that take seconds: what they do on a GPU and not on a CPU is seen to run."""
     case = attention_cases.AttentionCase(2, 40, 6, num_heads=4, num_kv_heads=2, head_dim=16)
     monkeypatch.setattr(attention_cases, "GPU_CASES", (case,))
-    (figures,) = attention_cases.attention_report("cuda")["cases"]
-    assert figures["share_of_copy"] and "error" not in figures
     for size in ("8B", "1B"):
         monkeypatch.setitem(targets.SHAPES, size, targets.SHAPES["tiny"])
     for name, value in (("PROMPT_TOKENS", 10), ("NEW_TOKENS", 6), ("TURNS", 1)):
         monkeypatch.setitem(getattr(targets, name), "cuda", value)
     monkeypatch.setattr(end_to_end, "bandwidth", lambda device: 1e9)
-    figures = end_to_end.plain_decoding("cuda")
-    assert figures["8B"]["tokens_per_second"] > 0 and figures["1B"]["ratio"] > 0
+    attention, plain = Figures(), Figures()
+    attention_cases.attention_report("cuda", attention)
+    end_to_end.plain_decoding("cuda", plain)
+    assert not attention.failed and not plain.failed
+    assert attention[case.shape]["share_of_copy"]
+    assert plain["8B"]["tokens_per_second"] > 0 and plain["1B"]["ratio"] > 0
+    assert plain["1B"]["captured_while_timed"] == 0
 
 
 # The pretended device must refuse what a real one refuses, or the tests above show nothing.

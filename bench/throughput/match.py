@@ -1,6 +1,5 @@
 """One contest, prompt by prompt: each group of prompts goes through all methods in turn, and then to the next."""
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from bench.figures import tidy
 from bench.throughput import plan
 from bench.throughput.bed import Bed
 from bench.throughput.compare import Comparer
@@ -213,10 +213,3 @@ def timed(call: Callable[[], Call], device: torch.device) -> tuple[Call, float]:
     result = call()
     synchronize(device)
     return result, time.perf_counter() - begin
-
-
-def tidy() -> None:
-    """Give back the memory of what is no longer held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
