@@ -17,6 +17,7 @@ OPS = ("verify", "sample", "row_stats")
 VARIANTS: dict[str, dict[str, Any]] = {
     "one-hot": dict(method="rejection", full_draft=False),
     "full": dict(method="rejection", full_draft=True),
+    "full, no draft stats": dict(method="rejection", full_draft=True, draft_stats=False),
     "block": dict(method="block", full_draft=True),
     "one-hot block": dict(method="block", full_draft=False),
     "coupled": dict(method="coupled", full_draft=False),
@@ -40,6 +41,7 @@ class Case:
     op: str = "verify"
     method: str = "rejection"
     full_draft: bool = True  # False: one-hot drafts
+    draft_stats: bool = True  # of a full draft: those of the sampler are handed over; False: they are computed here
     temperature: float = 0.7
     top_k: int = 0
     top_p: float = 1.0
@@ -60,14 +62,31 @@ class Case:
         """What a kernel may move at most, in bytes; filters add reads that stay in cache and are not counted.
 
         With rows of V logits, per sequence: verify reads the target's K+1 rows; with a full draft, `rejection` reads
-        one draft row and one target row again, and `block` K rows of both. `row_stats` reads K+1 rows, `sample` one.
+        one draft row and one target row again, and `block` K rows of both; K draft rows more without the draft's stats.
+        `row_stats` reads K+1 rows, `sample` one.
         """
-        rows = self.num_drafts + 1
-        if self.op == "sample":
-            rows = 1
-        elif self.op == "verify" and self.full_draft and self.temperature > 0:
-            rows += {"rejection": 2, "block": 2 * self.num_drafts}.get(self.method, 0)
-        return self.batch * rows * self.vocab_size * self.dtype.itemsize
+        again = {"rejection": 1, "block": self.num_drafts}.get(self.method, 0) if self._reads_drafts else 0
+        stats = self.num_drafts if self._reads_drafts and not self.draft_stats else 0
+        return self._row_bytes * (self._target_rows + 2 * again + stats)
+
+    @property
+    def distinct_bytes(self) -> int:
+        """Of them, those that are read for the first time: the logits that pass through the cache."""
+        drafts = 1 if self.method == "rejection" and self.draft_stats else self.num_drafts
+        return self._row_bytes * (self._target_rows + (drafts if self._reads_drafts else 0))
+
+    @property
+    def _target_rows(self) -> int:
+        return 1 if self.op == "sample" else self.num_drafts + 1
+
+    @property
+    def _reads_drafts(self) -> bool:
+        return self.op == "verify" and self.full_draft and self.temperature > 0
+
+    @property
+    def _row_bytes(self) -> int:
+        """Of one row of each sequence."""
+        return self.batch * self.vocab_size * self.dtype.itemsize
 
 
 def all_cases(batch: int, num_drafts: int, vocab_size: int) -> dict[str, Case]:
@@ -79,7 +98,7 @@ def all_cases(batch: int, num_drafts: int, vocab_size: int) -> dict[str, Case]:
         f"{name}, {key}": replace(case, **values)
         for name, case in unfiltered.items()
         for key, values in FILTERS.items()
-        if case.temperature > 0  # no filter moves the argmax
+        if case.temperature > 0 and case.draft_stats  # no filter moves the argmax
     }
     return unfiltered | filtered
 
@@ -109,7 +128,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
     draws = sample(draft, **rows, origin=rows["position"], stream=DRAFT)
     inputs = dict(rows, target_logits=target.to(case.dtype), draft_tokens=draws.tokens)
     if case.full_draft:
-        inputs |= dict(draft_logits=draft, draft_stats=draws.stats)
+        inputs |= dict(draft_logits=draft)
+        inputs |= dict(draft_stats=draws.stats) if case.draft_stats else {}
     return inputs
 
 

@@ -1,16 +1,18 @@
 """A contest: ours, peers and a plain copy of memory, checked, then timed in turns within one run."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from bench import timing
 from bench.cases import Case, check_emitted, check_ours, make_inputs, our_call, rotated
+from bench.figures import failure, tidy
 from bench.peers import Peer
 from bench.timing import Call, Contender
+
+PEERS_MEET = ("full", "full, no draft stats")  # cases of ours
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Record:
     gb_per_s: float | None = None  # contract_bytes / median
     copy_gb_per_s: float | None = None  # of a copy within the device that moves as many bytes, in the same run
     error: str | None = None
+    traceback: str | None = None
 
     @property
     def share_of_copy(self) -> float | None:
@@ -47,8 +50,8 @@ class Contest:
         self.copies: dict[str, Contender] = {}  # of memory, by name
 
     def add_ours(self, name: str, case: Case) -> None:
-        copies = timing.copies_for_cold_cache(case.bytes_moved) if self.cuda else 1
-        self._add_copy(case, copies)
+        copies = self._copies(case.distinct_bytes)
+        self._add_copy(case)
         record = Record(name, "eager", case.shape, case.batch, case.bytes_moved, copies)
 
         def start() -> tuple[list[Call], Callable[[Any], None]]:
@@ -57,19 +60,23 @@ class Contest:
 
         self._enter(record, start, captures=True, at_least=timing.CALLS_PER_REPETITION if self.cuda else 1)
 
-    def _add_copy(self, case: Case, copies: int) -> None:
+    def _copies(self, distinct_bytes: int) -> int:
+        return timing.copies_for_cold_cache(distinct_bytes) if self.cuda else 1
+
+    def _add_copy(self, case: Case) -> None:
         """Before anybody whose capture may fail: torch makes no promises about captures after that."""
         name = f"copy {case.bytes_moved}"
         if not self.cuda or name in self.copies:
             return
+        copies = self._copies(case.bytes_moved)
         try:
             self.copies[name], _ = timing.capture(timing.device_copies(case.bytes_moved, copies))
         except Exception as error:
-            self.failed.append(Record(name, "graph", case.shape, case.batch, copies=copies, error=_line(error)))
+            self.failed.append(Record(name, "graph", case.shape, case.batch, copies=copies, **failure(error)))
 
     def add_peer(self, peer: Peer, case: Case) -> None:
         """A peer on the inputs that ours gets; where it is not available, the record says why."""
-        copies = timing.copies_for_cold_cache(case.bytes_moved) if self.cuda else 1
+        copies = self._copies(case.distinct_bytes)
         record = Record(peer.name, "eager", case.shape, case.batch, copies=copies, error=peer.available())
         if record.error is not None:
             self.failed.append(record)
@@ -98,13 +105,12 @@ class Contest:
             check(calls[0]())
             self.entries.append((record, Contender.in_turn(calls, at_least)))
             if self.cuda and captures:
-                record = Record(**{**vars(record), "mode": "graph"})
+                record = replace(record, mode="graph")
                 graph, result = timing.capture(calls)
                 check(result)
                 self.entries.append((record, graph))
         except Exception as error:  # a contender that fails is a result too
-            record.error = _line(error)
-            self.failed.append(record)
+            self.failed.append(replace(record, **failure(error)))
 
     def run(self, repeats: int, seconds: float = math.inf) -> list[Record]:
         """Time all in turns; `seconds` is about how long that may take."""
@@ -121,10 +127,6 @@ class Contest:
         return [record for record, _ in self.entries] + self.failed
 
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
-
-
 def contest(
     ours: dict[str, Case],
     peers: Sequence[Peer] = (),
@@ -133,7 +135,7 @@ def contest(
     repeats: int,
     seconds: float = math.inf,
 ) -> list[Record]:
-    """Time cases of one shape, and the peers on the one called "full"."""
+    """Time cases of one shape, and the peers on the inputs of the one called "full"."""
     run = Contest(device)
     for name, case in ours.items():
         run.add_ours(name, case)
@@ -141,16 +143,28 @@ def contest(
         run.add_peer(peer, ours["full"])
     records = run.run(repeats, seconds)
     del run
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    tidy()
     return records
 
 
-def ratio_to(peer: str, records: Sequence[Record], ours: str = "full") -> float | None:
-    """How many times as long as ours a peer takes, each at its best; None where one was not measured."""
-    best = {
-        name: min((r.median for r in records if r.name == name and r.median is not None), default=None)
-        for name in (peer, ours)
-    }
-    theirs, own = best[peer], best[ours]
+def ratio_to(peer: str, records: Sequence[Record], ours: str = "full", mode: str | None = None) -> float | None:
+    """How many times as long as ours a peer takes, both in one mode or each at its best; None where one was not measured."""
+
+    def best(name: str) -> float | None:
+        found = (r.median for r in records if r.name == name and mode in (None, r.mode))
+        return min((median for median in found if median is not None), default=None)
+
+    theirs, own = best(peer), best(ours)
     return theirs / own if theirs is not None and own is not None else None
+
+
+def ratios(records: Sequence[Record], peers: Sequence[str]) -> list[dict[str, Any]]:
+    """`ratio_to` by shape, peer and case of ours: each at its best, both called from Python, and both as graphs."""
+    found = []
+    for shape, peer, ours in itertools.product(dict.fromkeys(r.shape for r in records), peers, PEERS_MEET):
+        those = [record for record in records if record.shape == shape]
+        modes = {"best": None, "eager": "eager", "graph": "graph"}
+        values = {name: ratio_to(peer, those, ours, mode) for name, mode in modes.items()}
+        if values["best"] is not None:
+            found.append({"shape": shape, "peer": peer, "ours": ours} | values)
+    return found

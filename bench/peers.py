@@ -1,9 +1,10 @@
 """What other projects verify with, one small adapter each, all for `rejection` with the draft's full distribution.
 
 Every peer starts from the target's raw logits and ends with token ids on the device; what its callers do in between is
-timed with it (conversion to float32, temperature). What belongs to drafting is not timed, for anybody: our peers' draft
-probabilities where sampling the draft produces them anyway, our own draft's stats. Filters are not compared: most peers
-leave them to others.
+timed with it (conversion to float32, temperature). What drafting has computed anyway is not timed where it can be handed
+over: the draft's probabilities to "flashinfer, q given" and to "vllm v1", the draft's stats to ours in the case "full". All
+others get the draft's logits only and compute the rest in time, as ours does in the case "full, no draft stats". Filters are
+not compared: most peers leave them to others.
 
 A peer that cannot be imported is skipped, with its reason; nothing is installed for it.
 """
@@ -107,6 +108,7 @@ class Textbook(Peer):
 
     name = "torch"
     module = "torch"
+    captures = True
 
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], Any]:
         function = self.function(case)
@@ -146,21 +148,34 @@ class FlashInfer(Peer):
     module = "flashinfer.sampling"
     needs_gpu = True
     captures = True
+    draft_is_given = False  # as probabilities
 
     def prepare(self, case: Case, inputs: Inputs) -> Callable[[], Any]:
         library = importlib.import_module(self.module)
-        target, draft = (inputs[name].flatten(0, 1) for name in ("target_logits", "draft_logits"))
         tokens = inputs["draft_tokens"].int()
         # Seeds as tensors: without them the global generator is read on the host, which a graph cannot hold.
         seed, offset = (torch.zeros(1, dtype=torch.int64, device=tokens.device) for _ in range(2))
 
+        def probabilities(name: str) -> Tensor:
+            rows: Tensor = library.softmax(inputs[name].flatten(0, 1), case.temperature)
+            return rows.view(case.batch, -1, case.vocab_size)
+
+        given = probabilities("draft_logits") if self.draft_is_given else None
+
         def run() -> Tensor:
-            p = library.softmax(target, case.temperature).view(case.batch, -1, case.vocab_size)
-            q = library.softmax(draft, case.temperature).view(case.batch, -1, case.vocab_size)
+            q = probabilities("draft_logits") if given is None else given
+            p = probabilities("target_logits")
             result: Tensor = library.chain_speculative_sampling(q, tokens, p, seed=seed, offset=offset)[0]
             return result
 
         return run
+
+
+class FlashInferGivenDraft(FlashInfer):
+    """The same where drafting has left probabilities: the softmax of the target alone is timed."""
+
+    name = "flashinfer, q given"
+    draft_is_given = True
 
 
 def _known(cls: Any, **fields: Any) -> Any:
@@ -248,4 +263,7 @@ class VllmFused(Peer):
         return [row[:count].tolist() for row, count in zip(tokens, counts.tolist(), strict=True)]
 
 
-PEERS: tuple[Peer, ...] = (Transformers(), Textbook(), Compiled(), FlashInfer(), VllmV1(), VllmFused())
+# Those whose capture is surest first: torch makes no promises about captures after one that failed.
+PEERS: tuple[Peer, ...] = (
+    Transformers(), FlashInfer(), FlashInferGivenDraft(), VllmV1(), VllmFused(), Textbook(), Compiled(),
+)  # fmt: skip

@@ -15,6 +15,7 @@ from engine.backend import reserve_counters
 from engine.graphs import CudaCapture
 
 Call = Callable[[], Any]
+COLD = 4  # times the L2
 MAX_COPIES = 1024  # of an input; where even they fit into the L2, a case is timed with a warm cache
 CALLS_PER_REPETITION = 20  # at least, on a GPU: what one launch from the host costs is then spread thin
 
@@ -142,12 +143,16 @@ def l2_bytes() -> int:
     return int(torch.cuda.get_device_properties(0).L2_cache_size) if torch.cuda.is_available() else 0
 
 
-def copies_for_cold_cache(bytes_moved: int) -> int:
-    """So many copies of an input, used in turn, are twice the L2 together: each is read from memory, not from L2.
+def copies_for_cold_cache(distinct_bytes: int) -> int:
+    """So many copies of an input, used in turn, are four times the L2 together: each is read from memory, not from L2.
 
-    1 where the input alone is as large as that, and on CPU.
+    Not twice: what a cache replaces by chance is still there in one case of five after as many bytes as it holds have been read
+    twice, and in one of fifty after four times as many. 1 where the input alone is as large as that, and on CPU.
+
+    Args:
+        distinct_bytes: that a call reads or writes; what it reads again does not count.
     """
-    return min(MAX_COPIES, max(1, math.ceil(2 * l2_bytes() / bytes_moved)))
+    return min(MAX_COPIES, max(1, math.ceil(COLD * l2_bytes() / distinct_bytes)))
 
 
 def device_copies(bytes_moved: int, copies: int) -> list[Call]:
