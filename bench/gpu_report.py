@@ -1,167 +1,175 @@
-"""`python -m bench.gpu_report --out DIR [--quick]`: tests, microbenchmarks and goals on a GPU, in one report.
+"""`python -m bench.gpu_report --out DIR`: tests, microbenchmarks and goals on a GPU, in one report.
 
-Needs torch, triton, transformers and pytest, and a checkout. Without a GPU it runs in a reduced form and says so.
+On a GPU every step has a process of its own and a time limit: one that crashes or hangs is noted, and the next one begins. The
+same command goes on with a report that is there: steps that are done are not run again, those that failed or were cut off come
+last, and of their parts those that have figures are kept.
+
+Needs torch, triton, transformers and pytest, and a checkout. Without a GPU it runs in a reduced form, in one process, and says so.
 """
 
 import argparse
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bench import end_to_end, timing
-from bench.cases import Case, all_cases
-from bench.measure import contest
-from bench.peers import PEERS, Compiled, Peer, Transformers
-from bench.report import NAMES, ROOT, Report
+from bench import timing
+from bench.figures import failure
+from bench.peers import PEERS
+from bench.processes import limited
+from bench.report import BEGUN, DONE, NAMES, Report, environment, gpu_state
+from bench.steps import Step, plan
 
-SECONDS = 400  # after which nothing new is started, unless more are asked for
-GPU_CASE = Case(batch=64, num_drafts=4, vocab_size=151936)  # the shape that the goals are for
-GOAL_CASES = ("one-hot", "full", "block", "coupled", "greedy", "one-hot, top-p 0.9", "full, top-p 0.9")
-CPU_VOCAB_SIZES = (32000, 49152, 128256, 151936)
-TEST_SECONDS = 1200  # at most; the first time, several hundred compilations are among them
-
-Step = tuple[str, Callable[[Report], None]]
+SECONDS = 540  # for a command, unless more are asked for
+LEAST_SECONDS = 20  # in which a process of its own can do anything
+PROGRAM = (sys.executable, "-X", "faulthandler", "-m", "bench.gpu_report")
+SAME = ("device", "gpu", "driver", "code", "versions")  # of the environment, in all that stands in one report
 
 
-def gpu_contest(batch: int, names: Collection[str], peers: Sequence[Peer], *, repeats: int, seconds: float) -> Step:
-    """Cases of `all_cases` by name, and the peers, at one batch size."""
-
-    def run(report: Report) -> None:
-        cases = all_cases(batch, GPU_CASE.num_drafts, GPU_CASE.vocab_size)
-        chosen = {name: cases[name] for name in names}
-        those = [peer for peer in peers if batch == 1 or not peer.per_row]
-        report.records += contest(chosen, those, device="cuda", repeats=repeats, seconds=seconds)
-
-    return f"{len(names)} cases and {len(peers)} peers at B = {batch}", run
-
-
-def cpu_contest(batch: int, vocab_size: int, dtype: torch.dtype, *, repeats: int, seconds: float) -> Step:
-    """Ours against transformers. At temperature 1, which costs transformers nothing."""
-    case = Case(batch, 4, vocab_size, temperature=1.0, dtype=dtype)
-
-    def run(report: Report) -> None:
-        report.records += contest({"full": case}, [Transformers()], device="cpu", repeats=repeats, seconds=seconds)
-
-    return f"against transformers, {case.shape}", run
-
-
-def gpu_tests(report: Report) -> None:
-    """The tests that need a GPU, in a process of their own: whatever they do, the report goes on."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", "--continue-on-collection-errors"]
-    start = time.monotonic()
-    limit = max(30.0, min(TEST_SECONDS, report.deadline - start))
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+def execute(step: Step, report: Report) -> None:
+    """Run a step in this process, and save what became of it."""
+    start, before = time.monotonic(), gpu_state() if report.device == "cuda" else None
+    report.steps[step.title] = {"outcome": BEGUN}
+    report.save()
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
-        output, code = done.stdout + done.stderr, done.returncode
-        outcome = {0: "passed", 5: "no tests were found"}.get(code, f"failed (exit status {code})")
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        code, outcome = None, f"not finished after {limit:.0f} s"
-    seconds = round(time.monotonic() - start, 1)
-    report.tests = {"outcome": f"{outcome}, {seconds} s", "exit_status": code, "tail": output.splitlines()[-25:]}
+        failed = step.run(report)
+        became = {"outcome": "failed", "error": f"parts failed: {', '.join(failed)}"} if failed else {"outcome": DONE}
+    except Exception as error:
+        became = {"outcome": "failed", **failure(error)}
+    report.steps[step.title] = {**became, "seconds": round(time.monotonic() - start, 1)}
+    if before is not None:
+        report.steps[step.title] |= {"gpu_before": before, "gpu_after": gpu_state()}
+    report.save()
 
 
-def end_to_end_case(case: tuple[str, Callable[[str], Any]]) -> Step:
-    title, function = case
-
-    def run(report: Report) -> None:
-        report.end_to_end[title] = function(report.device)
-
-    return title, run
-
-
-def plan(device: str, quick: bool, tests: bool = True) -> Iterator[Step]:
-    """What is run, the most wanted first; tests last, as they compile every variant of every kernel, for minutes."""
-    if device == "cuda":
-        peers = [peer for peer in PEERS if not (quick and isinstance(peer, Compiled))]
-        repeats, seconds = (30, 15.0) if quick else (60, 30.0)
-        for batch in (64, 1):
-            yield gpu_contest(batch, GOAL_CASES, peers, repeats=repeats, seconds=seconds)
-        yield from map(end_to_end_case, end_to_end.CASES.items())
-        names = list(all_cases(1, GPU_CASE.num_drafts, GPU_CASE.vocab_size))
-        others = [name for name in names if name not in GOAL_CASES]
-        for batch, more in () if quick else ((64, others), (1, others), (8, names), (256, names)):
-            yield gpu_contest(batch, more, [], repeats=30, seconds=seconds)
-        if tests:
-            yield "tests on the GPU", gpu_tests
-    else:
-        repeats, seconds = (7, 1.0) if quick else (25, 3.0)
-        for batch in (1, 8):
-            for dtype in (torch.bfloat16, torch.float32):
-                for vocab_size in CPU_VOCAB_SIZES:
-                    yield cpu_contest(batch, vocab_size, dtype, repeats=repeats, seconds=seconds)
-        yield from map(end_to_end_case, end_to_end.CASES.items())
+def execute_apart(step: Step, report: Report) -> Report:
+    """Run a step in a process of its own; returns the report as it is then."""
+    start = time.monotonic()
+    report.steps[step.title] = {"outcome": BEGUN}
+    report.save()
+    ended = limited([*PROGRAM, "--out", str(report.folder), "--step", step.title], report.seconds)
+    report = Report.load(report.folder)
+    if report.steps[step.title]["outcome"] == BEGUN:
+        seconds = round(time.monotonic() - start, 1)
+        outcome, error = "crashed", f"exit status {ended.code}"
+        if ended.code is None:
+            outcome, error = "cut off", f"not done after {seconds} s"
+        became = {"outcome": outcome, "error": error, "seconds": seconds, "output": ended.tail}
+        report.steps[step.title] = became
+        report.save()
+    return report
 
 
-def run(folder: Path, *, quick: bool, tests: bool = True, seconds: float | None = None) -> Report:
-    """Run the plan and save after every step. A step that fails becomes a note.
+def run(report: Report, steps: Sequence[Step], *, seconds: float, apart: bool) -> Report:
+    """Run the steps that are not done, and save after each.
 
     Args:
-        quick: only what the goals need, with fewer repetitions.
-        tests: also those that need a GPU, if there is one.
-        seconds: after which nothing new is started; None: `SECONDS`.
+        seconds: after which nothing new is started and, where steps run apart, nothing is under way.
+        apart: each in a process of its own.
     """
     start = time.monotonic()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    timing.use_all_cores()
-    report = Report(folder, device, deadline=start + (SECONDS if seconds is None else seconds))
 
     def progress(text: str) -> None:
         print(f"[{time.monotonic() - start:5.0f} s] {text}", flush=True)
 
-    progress(f"{report.environment.get('gpu', 'no GPU: reduced form on CPU')}, report in {folder}")
-    report.peers = {peer.name: peer.available() or f"available, {peer.version()}" for peer in PEERS}
-    if device == "cpu":
-        report.tests = {"outcome": "not run: no GPU"}
-    report.save()
-    for title, step in plan(device, quick, tests):
-        if time.monotonic() > report.deadline:
-            report.notes.append(f"left out for lack of time: {title}")
+    progress(f"{report.environment.get('gpu', 'no GPU: reduced form on CPU')}, report in {report.folder}")
+    for step in sorted(steps, key=lambda step: step.title in report.steps):
+        if report.is_done(step.title):
             continue
-        progress(title)
-        try:
-            step(report)
-        except Exception as error:
-            report.notes.append(f"{title} failed: {type(error).__name__}: {error}")
-            progress(report.notes[-1])
-        report.save()
-    report.complete = True
-    report.save()
+        left = start + seconds - time.monotonic()
+        if left < (LEAST_SECONDS if apart else 0):
+            progress(f"left out for lack of time: {step.title}")
+            continue
+        progress(step.title)
+        report.seconds = min(step.seconds, left)
+        if apart and not step.starts_process:
+            report = execute_apart(step, report)
+        else:
+            execute(step, report)
+        if not report.is_done(step.title):
+            progress(f"{step.title} {report.steps[step.title]['outcome']}: {report.steps[step.title]['error']}")
     for goal in report.goals():
-        measured = "not measured" if goal["measured"] is None else f"{goal['measured']:.3g} {goal['unit']}"
-        print(f"  {goal['name']} ({goal['device']}): {measured}, goal {goal['goal']}")
+        measured = "" if goal["measured"] is None else f"{goal['measured']:.3g} {goal['unit']}, "
+        print(f"  {goal['name']} ({goal['device']}): {measured}{goal['state']}, goal {goal['goal']}")
     return report
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_report", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for report.json and report.md; created")
-    parser.add_argument("--quick", action="store_true", help="only what the goals need, with fewer repetitions")
-    parser.add_argument("--no-tests", action="store_true", help="figures only: `pytest -m gpu` is run by hand")
-    parser.add_argument(
-        "--seconds", type=float, metavar="S", help=f"start nothing new after so long (default: {SECONDS})"
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite a report that is there")
-    options = parser.parse_args(arguments)
-    folder: Path = options.out.expanduser().resolve()
-    existing = [name for name in NAMES if (folder / name).exists()]
-    if existing and not options.force:
-        parser.error(f"{folder} holds {' and '.join(existing)} already: choose another --out, or add --force")
+def begin(folder: Path, device: str, titles: Sequence[str], quick: bool, force: bool) -> Report:
+    """A new report, or the one in the folder, if what it is of is the same.
+
+    Raises:
+        ValueError: if there is another one, or the folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".report.json.partial"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        parser.error(f"--out {folder} cannot be written: {error.strerror}")
-    run(folder, quick=options.quick, tests=not options.no_tests, seconds=options.seconds)
+        raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from error
+    report = Report(folder, environment(device), titles, quick)
+    existing = [name for name in NAMES if (folder / name).exists()]
+    if force or not existing:
+        report.peers = {peer.name: peer.available() or f"available, {peer.version()}" for peer in PEERS}
+        if device == "cpu":
+            report.tests = {"outcome": "not run: no GPU"}
+        report.save()
+        return report
+    otherwise = "choose another --out, or begin anew with --force"
+    try:
+        before = Report.load(folder)
+    except ValueError as error:
+        raise ValueError(f"{folder} holds {' and '.join(existing)}, and {error}: {otherwise}") from error
+    if others := differences(before, report):
+        raise ValueError(f"{folder} holds a report of something else ({'; '.join(others)}): {otherwise}")
+    return before
+
+
+def differences(before: Report, now: Report) -> list[str]:
+    """What keeps one from being continued by the other."""
+
+    def facts(report: Report) -> dict[str, object]:
+        found = {name: report.environment.get(name) for name in SAME if name != "versions"}
+        return found | report.environment["versions"] | {"--quick": report.quick, "steps": report.plan}
+
+    there, here = facts(before), facts(now)
+    names = [name for name in there | here if there.get(name) != here.get(name)]
+    return [f"{name}: {there.get(name)} there, {here.get(name)} here" for name in names]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for report.json and report.md; created")
+    parser.add_argument("--quick", action="store_true", help="only what the goals need, with fewer repetitions")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TITLE", help="these steps, this time; another title lists all there are"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="for this command (%(default)s)")
+    parser.add_argument("--force", action="store_true", help="begin anew, whatever report is there")
+    parser.add_argument("--step", metavar="TITLE", help="one step of a report that is there, in this process")
+    options = parser.parse_args(arguments)
+    folder: Path = options.out.expanduser().resolve()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    timing.use_all_cores()
+    if options.step is not None:
+        report = Report.load(folder)
+        (step,) = (step for step in plan(device, report.quick) if step.title == options.step)
+        execute(step, report)
+        return
+    steps = plan(device, options.quick)
+    titles = [step.title for step in steps]
+    if unknown := [title for title in options.only or () if title not in titles]:
+        parser.error(f"--only: there is no step {unknown[0]!r}; there are:\n  " + "\n  ".join(titles))
+    try:
+        report = begin(folder, device, titles, options.quick, options.force)
+    except ValueError as error:
+        parser.error(str(error))
+    chosen = [step for step in steps if options.only is None or step.title in options.only]
+    run(report, chosen, seconds=options.seconds, apart=device == "cuda")
 
 
 if __name__ == "__main__":

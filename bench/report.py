@@ -1,11 +1,13 @@
 """The report of a run: what was measured, on what, as JSON and as Markdown."""
 
+import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,19 +16,14 @@ from typing import Any
 import torch
 
 from bench.goals import GOALS, Results
-from bench.measure import Record
+from bench.markdown import markdown
+from bench.measure import Record, ratios
+from bench.processes import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("report.json", "report.md")
-METHOD = """\
-Times are medians in microseconds per call, with the 20th and 80th percentile over repetitions; contenders of one shape
-take turns within one run, and every result is checked before it is timed. *graph*: at least 20 calls in one CUDA graph,
-the time of a replay divided by their number; *eager*: calls launched one after another from Python. On a GPU, inputs
-smaller than twice the L2 cache are used in turn with copies of themselves, so that each call reads from memory; where a
-model has just written its logits, they may still lie in the cache, and the call be faster. GB/s: the bytes that the
-kernel may move at most, divided by its time; *of copy*: that as a part of what a copy of as many bytes (read and written)
-reaches in the same run. A ratio compares each contender's better mode. Clocks are as the machine sets them; on CPU, a
-load average at the start that is not near 0 means that others were at work, and that the figures say little."""
+CODE = ("engine", "kernels", "bench")
+GPU_STATE = ("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
+DONE, BEGUN = "done", "begun"  # outcomes of steps
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -42,6 +39,7 @@ def environment(device: str) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
         "commit": _first_line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "code": code_digest(*CODE),
         "cpu": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "versions": {name: value for name, value in versions.items() if value is not None},
@@ -56,6 +54,22 @@ def environment(device: str) -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
         }
     return found
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def code_digest(*folders: str) -> str:
+    """Of the Python files in folders of the repository: the same code has the same, with a commit or without."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return digest(*(path.read_text(encoding="utf-8") for path in paths))
+
+
+def gpu_state() -> dict[str, str] | None:
+    """Clocks, power and temperature, as nvidia-smi gives them."""
+    line = _first_line("nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader")
+    return dict(zip(GPU_STATE, line.split(", "), strict=False)) if line else None
 
 
 def _processor() -> str:
@@ -75,85 +89,82 @@ def _first_line(*command: str) -> str | None:
 
 
 class Report:
-    """What is known so far. `save` writes all of it, so an interrupted run keeps what it measured."""
+    """What is known so far. `save` writes all of it, and `load` reads it again: an interrupted run goes on with what it measured.
 
-    def __init__(self, folder: Path, device: str, deadline: float) -> None:
-        self.folder = folder
-        self.device = device
-        self.deadline = deadline  # by time.monotonic(); no step should start after it, or run much longer
-        self.environment = environment(device)
-        self.complete = False
+    Attributes:
+        plan: titles of the steps that make it complete.
+        steps: by title: outcome, seconds, and of one that did not get through its error, with a traceback or the output's end.
+        end_to_end: figures by title of the cases in bench/end_to_end.py.
+        peers: their states.
+        tests: outcome of those that need a GPU.
+        seconds: that the step under way may take; not saved.
+    """
+
+    SAVED = ("environment", "quick", "plan", "steps", "tests", "end_to_end", "peers")
+
+    def __init__(self, folder: Path, environment: dict[str, Any], plan: Sequence[str], quick: bool) -> None:
+        self.folder, self.environment, self.plan, self.quick = folder, environment, list(plan), quick
+        self.seconds = math.inf
         self.records: list[Record] = []
+        self.steps: dict[str, dict[str, Any]] = {}
         self.tests: dict[str, Any] = {"outcome": "not run"}
-        self.end_to_end: dict[str, Any] = {}
+        self.end_to_end: dict[str, dict[str, Any]] = {}
         self.peers: dict[str, str] = {}
-        self.notes: list[str] = []  # what failed or was left out
+
+    @classmethod
+    def load(cls, folder: Path) -> "Report":
+        """The one that was saved in a folder.
+
+        Raises:
+            ValueError: if what is there is none, or of another form.
+        """
+        try:
+            saved = json.loads((folder / NAMES[0]).read_text(encoding="utf-8"))
+            report = cls(folder, saved["environment"], saved["plan"], saved["quick"])
+            for name in cls.SAVED:
+                setattr(report, name, saved[name])
+            names = {field.name for field in fields(Record)}
+            records = [{name: value for name, value in each.items() if name in names} for each in saved["records"]]
+            report.records = [Record(**each) for each in records]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder / NAMES[0]} is no report that can be continued") from error
+        return report
+
+    @property
+    def device(self) -> str:
+        return str(self.environment["device"])
+
+    @property
+    def complete(self) -> bool:
+        return all(self.is_done(title) for title in self.plan)
+
+    def is_done(self, title: str) -> bool:
+        return self.steps.get(title, {}).get("outcome") == DONE
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Those of the same name, mode and shape give way."""
+
+        def key(record: Record) -> tuple[str, ...]:
+            return record.name, record.mode, record.shape
+
+        self.records = list(({key(r): r for r in self.records} | {key(r): r for r in records}).values())
 
     def goals(self) -> list[dict[str, Any]]:
         results = Results(self.records, self.end_to_end)
-        return [goal.outcome(results, self.device == "cuda") for goal in GOALS]
+        return [goal.outcome(results, self.environment.get("gpu")) for goal in GOALS]
+
+    def ratios(self) -> list[dict[str, Any]]:
+        return ratios(self.records, list(self.peers))
 
     def as_dict(self) -> dict[str, Any]:
         records = [asdict(record) | {"share_of_copy": record.share_of_copy} for record in self.records]
-        return dict(
-            complete=self.complete, environment=self.environment, goals=self.goals(), tests=self.tests,
-            end_to_end=self.end_to_end, peers=self.peers, notes=self.notes, records=records,
-        )  # fmt: skip
+        saved = {name: getattr(self, name) for name in self.SAVED}
+        return dict(complete=self.complete, goals=self.goals()) | saved | dict(ratios=self.ratios(), records=records)
 
     def save(self) -> None:
         """Each file appears whole or not at all."""
-        texts = (json.dumps(self.as_dict(), indent=1) + "\n", self.markdown())
+        texts = (json.dumps(self.as_dict(), indent=1) + "\n", markdown(self))
         for name, text in zip(NAMES, texts, strict=True):
             partial = self.folder / f".{name}.partial"
             partial.write_text(text, encoding="utf-8")
             partial.replace(self.folder / name)
-
-    def markdown(self) -> str:
-        facts = {key: value for key, value in self.environment.items() if key != "versions"}
-        facts |= self.environment["versions"]
-        state = [] if self.complete else ["**This run is not complete: what follows is what it measured so far.**", ""]
-        if self.device != "cuda":
-            state += ["**No GPU was found: this is the reduced form on CPU. Goals for a GPU are not measured.**", ""]
-        return "\n".join([
-            "# Benchmark report", "", *state,
-            "## Environment", "", *table(["", ""], [[key, str(value)] for key, value in facts.items()]), "",
-            "## Goals", "", "Those for a GPU are for an H200 and bf16; of verification, for V = 151936 and K = 4.", "", *self._goal_table(), "",
-            "## Tests on the GPU", "", *self._test_lines(), "",
-            "## Measurements", "", *table(HEADER, map(cells, self.records)), "", METHOD, "",
-            "## Peers", "", *table(["peer", "state"], [list(item) for item in self.peers.items()]), "",
-            "## End to end", "",
-            *([f"- {name}: `{json.dumps(result)}`" for name, result in self.end_to_end.items()] or ["None were run."]), "",
-            "## Notes", "", *([f"- {note}" for note in self.notes] or ["None."]), "",
-        ])  # fmt: skip
-
-    def _goal_table(self) -> list[str]:
-        met = {True: "met", False: "**not met**", None: "not measured"}
-        rows = [
-            [g["name"], g["device"], g["goal"], "" if g["measured"] is None else f"{g['measured']:.3g} {g['unit']}",
-             met[g["met"]]]
-            for g in self.goals()
-        ]  # fmt: skip
-        return table(["", "on", "goal", "measured", ""], rows)
-
-    def _test_lines(self) -> list[str]:
-        lines = [f"`pytest -m gpu`: {self.tests['outcome']}"]
-        if tail := self.tests.get("tail"):
-            lines += ["", "```", *tail, "```"]
-        return lines
-
-
-HEADER = ["shape", "who", "mode", "median", "p20", "p80", "GB/s", "of copy", "note"]
-
-
-def cells(record: Record) -> list[str]:
-    """A record as a row under HEADER."""
-    times = [f"{t:.1f}" if t is not None else "" for t in (record.median, record.p20, record.p80)]
-    speed = f"{record.gb_per_s:.3g}" if record.gb_per_s else ""
-    share = f"{record.share_of_copy:.0%}" if record.share_of_copy else ""
-    return [record.shape, record.name, record.mode, *times, speed, share, record.error or ""]
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    lines = [list(header), ["---"] * len(header), *[[cell.replace("|", "\\|") for cell in row] for row in rows]]
-    return [f"| {' | '.join(line)} |" for line in lines]

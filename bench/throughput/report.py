@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.report import table
+from bench.markdown import table
 from bench.throughput import plots
 from bench.throughput.records import read_records, read_run
 from bench.throughput.summary import overall, summarize

@@ -1,11 +1,9 @@
 """A run: all contests of all dtypes, one after another."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,17 @@ import torch
 from tqdm import tqdm
 
 from bench import timing
-from bench.report import environment
+from bench.figures import tidy
+from bench.report import code_digest, digest, environment
 from bench.throughput import plan
 from bench.throughput.bed import load_bed
-from bench.throughput.match import Match, say, skip, tidy
+from bench.throughput.match import Match, say, skip
 from bench.throughput.options import Options
 from bench.throughput.prompts import Prompt, groups, read_prompts, select
 from bench.throughput.records import Records
 from engine.demo_prompts import find_model
 
-ROOT = Path(__file__).resolve().parents[2]
-CODE = (ROOT / "engine", ROOT / "kernels", ROOT / "bench" / "throughput")
+CODE = ("engine", "kernels", "bench/throughput")
 PACKAGES = ("torch", "triton", "transformers", "flashspec", "economize")  # that records depend on
 
 
@@ -41,8 +39,8 @@ def describe(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
             found["versions"][package] = version(package)
         except PackageNotFoundError:
             found["versions"][package] = None
-    found["code"] = _digest(*(path.read_text() for path in sorted(chain(*(home.rglob("*.py") for home in CODE)))))
-    texts = _digest(*(json.dumps(asdict(prompt)) for prompt in prompts))
+    found["code"] = code_digest(*CODE)
+    texts = digest(*(json.dumps(asdict(prompt)) for prompt in prompts))
     sources = {"target": options.target} | {f"drafter {Path(name).name}": name for name in options.draft_checkpoints}
     models = {role: _files(name) for role, name in sources.items() if name and Path(name).expanduser().exists()}
     chosen = options.as_dict()
@@ -51,16 +49,12 @@ def describe(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
     return about | {"models": models}
 
 
-def _digest(*texts: str) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
 def _files(model: str) -> str:
     """The state of a checkpoint on disk, without reading its gigabytes."""
     path = Path(model).expanduser()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     stats = [(str(file), file.stat()) for file in files if file.is_file()]
-    return _digest(*(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats))
+    return digest(*(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats))
 
 
 def run(options: Options, restart: bool = False) -> Records:

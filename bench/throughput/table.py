@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from bench.report import table
+from bench.markdown import table
 from bench.throughput.command_line import command
 from bench.throughput.match import PLAINS
 from bench.throughput.methods import OUR_PLAIN, Contest

@@ -1,0 +1,50 @@
+"""Commands with a time limit, in processes of their own."""
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TAIL = 60  # lines
+LAST_WORDS = 5  # seconds that a process has to say where it hangs
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int | None  # negative: the signal; None: it was stopped at its limit
+    tail: list[str]  # of what it wrote, errors included
+
+
+def limited(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Ended:
+    """Run a command in the repository's root. At the limit it and all that it has started are killed.
+
+    It gets an abort signal first, upon which Python's faulthandler, if it is on, writes where it hangs.
+    """
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            process_group=0,
+        )  # fmt: skip
+        code = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(seconds)
+            if code is None:
+                process.send_signal(signal.SIGABRT)
+        finally:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # one that a driver holds does not end at once
+                process.wait(LAST_WORDS)
+        output.seek(0)
+        lines = output.read().decode(errors="replace").splitlines()
+    return Ended(code, lines[-TAIL:])
