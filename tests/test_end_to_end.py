@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from graph_books import Books
 from torch.autograd import DeviceType
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
@@ -134,19 +135,6 @@ def test_beside_transformers_each_way_is_held_against_our_plain_decoding(figures
     case = figures["beside transformers, compiled and assisted"]
     rows = [case["static cache, compiled"], case["assistant model of two layers"]]
     assert all(row["ratio"] > 0 for row in rows) and "random" in rows[1]["drafts"]
-
-
-class Books(Graphs):
-    """Of what would be captured, and when; all work is done eagerly."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda pool: pytest.fail("nothing is captured"))
-
-    def run(self, key: Any, work: Any) -> Any:
-        if key in self._seen:
-            self._captured[key] = None  # type: ignore[assignment]
-        self._seen.add(key)
-        return work()
 
 
 @pytest.fixture

@@ -13,13 +13,15 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 import throughput_fakes
 import throughput_runs
+from graph_books import Books
 from throughput_runs import ONE, medusa, save
+from tiny_models import tiny
 from tiny_tokenizer import byte_tokenizer
 
 import engine
 from bench.throughput import match, run
 from bench.throughput.__main__ import main
-from bench.throughput.bed import load_bed
+from bench.throughput.bed import Bed, load_bed
 from bench.throughput.hf import Transformers, TransformersAssisted
 from bench.throughput.methods import Contest, Method
 from bench.throughput.options import Options
@@ -29,6 +31,7 @@ from bench.throughput.presets import PRESETS
 from bench.throughput.prompts import read_prompts
 from bench.throughput.records import read_records
 from bench.throughput.summary import summarize
+from engine.graphs import Graphs
 
 # fixtures
 bench = throughput_runs.bench
@@ -68,6 +71,22 @@ def test_a_staged_model_is_loaded_once(target: str, draft: str, tmp_path: Path) 
         ours = Ours(f"staged:{draft}", 2, drafts=drafts)
         ours.prepare(bed, ONE)
         assert type(ours._drafter) is kind and ours._drafter.model is bed.ours[draft][0]
+
+
+@pytest.mark.parametrize("rows, temperature", [(1, 0.0), (3, 0.7)])
+def test_all_graphs_are_captured_before_the_first_prompt(
+    monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float
+) -> None:
+    """Also those of rounds in which rows have ended, and of the longest texts."""
+    monkeypatch.setattr(Graphs, "for_device", lambda device: Books())
+    bed = Bed({"": (tiny("llama", max_position_embeddings=600), None)}, 600, frozenset(), ignore_eos=True)
+    for drafter, k in ((None, 0), ("ngram", 3)):
+        ours = Ours(drafter, k, max_length=320)
+        ours.prepare(bed, Contest("float32", rows, temperature, 40))
+        graphs = ours._llm._server._round.graphs
+        before = len(graphs)
+        ours.generate([[5, 6, 7] * (80 - 20 * row) for row in range(rows)], [1] * rows, 40)
+        assert len(graphs) == before > 0
 
 
 def test_draft_models_of_other_vocabularies(bench: Callable[..., Path], tmp_path: Path) -> None:

@@ -92,6 +92,15 @@ class Ours(Method):
             for stage in stages:
                 if hasattr(stage, "greedy"):  # lookups have no other way, nor have re-encoded drafts
                     stage.greedy = True
+        if self._llm._server._round.graphs.enabled and not self.synthetic:  # its tensors lie elsewhere for each text
+            self._capture(contest)
+
+    def _capture(self, contest: Contest) -> None:
+        """All CUDA graphs that texts of a contest may need, so that none is captured while it is timed."""
+        rows, lengths = [contest.batch_size], [self._llm.max_length]
+        rows += [1 << i for i in range(contest.batch_size.bit_length()) if 1 << i < contest.batch_size]
+        lengths += [256 << i for i in range(lengths[0].bit_length()) if 256 << i < lengths[0]]
+        self._llm.warmup(rows, lengths, engine.SamplingParams(contest.temperature))
 
     def _make_drafter(self, bed: Bed) -> Any:
         if self.drafter is not None and self.synthetic:
