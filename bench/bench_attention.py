@@ -1,8 +1,8 @@
 """Microbenchmarks of ragged attention and of the masked attention that it replaces: `pytest bench --benchmark-only`.
 
-Results are checked before they are timed. On CPU it is the torch twin that is timed, on a few small cases. On a GPU the
-JSON that `--benchmark-json` writes has, under extra_info, the same call replayed from a CUDA graph beside the baseline
-and a copy of as many bytes (bench/attention_cases.py).
+Results are checked before they are timed. On CPU it is the torch twin that is timed, on a few small cases. On a GPU `--full`
+runs three times as many, and the JSON that `--benchmark-json` writes has, under extra_info, the same call replayed from a CUDA
+graph beside the baseline and a copy of as many bytes (bench/attention_cases.py).
 """
 
 import itertools
@@ -13,15 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.attention_cases import CONTENDERS, CPU_CASES, AttentionCase, Inputs, check, contest, make_inputs
+from bench.attention_cases import CONTENDERS, CPU_CASES, GPU_CASES, AttentionCase, Inputs, check, contest, make_inputs
 from bench.report import environment
 from bench.timing import Timing, use_all_cores
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES, LENGTHS, WIDTHS = (1, 16, 64), (512, 8192), (1, 6, 8)
-CASES = (
-    [AttentionCase(*shape) for shape in itertools.product(BATCHES, LENGTHS, WIDTHS)] if DEVICE == "cuda" else CPU_CASES
-)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """By device and option."""
+    cases = GPU_CASES if DEVICE == "cuda" else CPU_CASES
+    if DEVICE == "cuda" and metafunc.config.getoption("--full", default=False):
+        cases = tuple(AttentionCase(*shape) for shape in itertools.product(BATCHES, LENGTHS, WIDTHS))
+    metafunc.parametrize("case", cases, ids=lambda case: case.shape.replace(" ", "-"))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,6 @@ def facts() -> dict[str, Any]:
 
 
 @pytest.mark.benchmark(max_time=0.5, min_rounds=5)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.shape.replace(" ", "-"))
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_attention(benchmark: Any, facts: dict[str, Any], name: str, case: AttentionCase) -> None:
     function: Callable[[Inputs], Tensor] = CONTENDERS[name]

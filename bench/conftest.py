@@ -7,7 +7,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="the whole matrix on CPU too, where it takes hours")
+    parser.addoption("--full", action="store_true", help="the whole matrix, which takes hours")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not in
 
 from stand_ins import fake_flashinfer, fake_vllm_fused, fake_vllm_v1, module
 
-from bench import timing
+from bench import bench_kernels, timing
 from bench.cases import Case, all_cases, check_emitted, check_ours, make_inputs, our_call
 from bench.conftest import quantile_lines
 from bench.goals import GOALS, Results
@@ -145,6 +145,22 @@ def test_every_method_and_filter_has_a_case() -> None:
         filtered = [case for case in cases if getattr(case, name) != off]
         assert {case.op for case in filtered} == {"verify", "sample", "row_stats"}
         assert all(name in make_inputs(case, "cpu") for case in filtered)
+
+
+@pytest.mark.parametrize("device, whole", [("cpu", False), ("cuda", False), ("cuda", True)])
+def test_the_matrix_is_run_in_part_unless_all_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, device: str, whole: bool
+) -> None:
+    made: list[Any] = []
+    metafunc: Any = SimpleNamespace(
+        fixturenames=["name", "case"],
+        config=SimpleNamespace(getoption=lambda *_, **__: whole),
+        parametrize=lambda names, values: made.extend(values),
+    )
+    monkeypatch.setattr(bench_kernels, "device", lambda: device)
+    bench_kernels.pytest_generate_tests(metafunc)
+    shapes = {case.values[1].shape for case in made}
+    assert (len(shapes), len(made)) == ((48, 48 * len(all_cases(1, 1, 1))) if whole else (4, 4 * 13))
 
 
 def test_quantiles_are_printed() -> None:
