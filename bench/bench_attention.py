@@ -23,7 +23,7 @@ BATCHES, LENGTHS, WIDTHS = (1, 16, 64), (512, 8192), (1, 6, 8)
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """By device and option."""
-    cases = GPU_CASES if DEVICE == "cuda" else CPU_CASES
+    cases: tuple[AttentionCase, ...] = GPU_CASES if DEVICE == "cuda" else CPU_CASES
     if DEVICE == "cuda" and metafunc.config.getoption("--full", default=False):
         cases = tuple(AttentionCase(*shape) for shape in itertools.product(BATCHES, LENGTHS, WIDTHS))
     metafunc.parametrize("case", cases, ids=lambda case: case.shape.replace(" ", "-"))

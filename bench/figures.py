@@ -41,7 +41,7 @@ class Figures(dict[str, Any]):
         """The parts that have no figures yet: first those that are new, then those that failed before.
 
         Raises:
-            RuntimeError: if a fault has left the GPU unusable for this process; parts that are not begun are for another one.
+            RuntimeError: if the GPU is lost; parts that have not begun are for another process.
         """
         for name in sorted(parts, key=self.__contains__):
             if name in self and not is_failure(self[name]):
@@ -53,9 +53,19 @@ class Figures(dict[str, Any]):
             except Exception as error:
                 self[name] = failure(error)
             self._save()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # raises after such a fault
+            if gpu_is_lost():
+                raise RuntimeError("a fault has left the GPU unusable for this process")
             tidy()
+
+
+def gpu_is_lost() -> bool:
+    """Whether a fault, such as an access to memory that is not there, makes all later work of this process fail."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def tidy() -> None:

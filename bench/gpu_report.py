@@ -25,7 +25,7 @@ from bench.steps import Step, plan
 SECONDS = 540  # for a command, unless more are asked for
 LEAST_SECONDS = 20  # in which a process of its own can do anything
 PROGRAM = (sys.executable, "-X", "faulthandler", "-m", "bench.gpu_report")
-SAME = ("device", "gpu", "driver", "code", "versions")  # of the environment, in all that stands in one report
+SAME = ("device", "gpu", "driver", "code")  # of the environment, beside versions, in all that stands in one report
 
 
 def execute(step: Step, report: Report) -> None:
@@ -131,8 +131,8 @@ def differences(before: Report, now: Report) -> list[str]:
     """What keeps one from being continued by the other."""
 
     def facts(report: Report) -> dict[str, object]:
-        found = {name: report.environment.get(name) for name in SAME if name != "versions"}
-        return found | report.environment["versions"] | {"--quick": report.quick, "steps": report.plan}
+        found = {name: report.environment.get(name) for name in SAME}
+        return {**found, **report.environment["versions"], "--quick": report.quick, "steps": report.plan}
 
     there, here = facts(before), facts(now)
     names = [name for name in there | here if there.get(name) != here.get(name)]
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     timing.use_all_cores()
     if options.step is not None:
         report = Report.load(folder)
-        (step,) = (step for step in plan(device, report.quick) if step.title == options.step)
+        (step,) = (step for step in plan(report.device, report.quick) if step.title == options.step)
         execute(step, report)
         return
     steps = plan(device, options.quick)

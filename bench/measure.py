@@ -4,11 +4,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from bench import timing
 from bench.cases import Case, check_emitted, check_ours, make_inputs, our_call, rotated
-from bench.figures import failure, tidy
+from bench.figures import failure, gpu_is_lost, tidy
 from bench.peers import Peer
 from bench.timing import Call, Contender
 
@@ -134,15 +135,21 @@ def contest(
     device: str,
     repeats: int,
     seconds: float = math.inf,
+    peers_case: Case | None = None,
 ) -> list[Record]:
-    """Time cases of one shape, and the peers on the inputs of the one called "full"."""
+    """Time cases of one shape, and the peers on the inputs of one; None: of that called "full".
+
+    Where somebody fails in a way that the GPU is lost, nobody is timed, and there are records of those who failed only.
+    """
     run = Contest(device)
-    for name, case in ours.items():
-        run.add_ours(name, case)
-    for peer in peers:
-        run.add_peer(peer, ours["full"])
+    entrants = [partial(run.add_ours, name, case) for name, case in ours.items()]
+    entrants += [partial(run.add_peer, peer, peers_case or ours["full"]) for peer in peers]
+    for enter in entrants:
+        enter()
+        if gpu_is_lost():
+            return run.failed
     records = run.run(repeats, seconds)
-    del run
+    del run, entrants
     tidy()
     return records
 

@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from bench import end_to_end
 from bench.cases import Case, all_cases
-from bench.figures import Figures
+from bench.figures import Figures, gpu_is_lost
 from bench.measure import contest
 from bench.peers import PEERS, Compiled, Peer, Transformers
 from bench.processes import limited
@@ -47,15 +48,26 @@ class Step:
 def gpu_contest(
     title: str, batch: int, names: Collection[str], peers: Sequence[Peer], *, repeats: int, seconds: float
 ) -> Step:
-    """Cases of `all_cases` by name, and the peers, at one batch size."""
+    """Cases of `all_cases` by name, and the peers, at one batch size. Who failed in an earlier run does not spoil this one."""
+    cases = all_cases(batch, GPU_CASE.num_drafts, GPU_CASE.vocab_size)
+    shape = cases["full"].shape
 
     def run(report: Report) -> list[str]:
-        cases = all_cases(batch, GPU_CASE.num_drafts, GPU_CASE.vocab_size)
-        chosen = {name: cases[name] for name in names}
-        those = [peer for peer in peers if batch == 1 or not peer.per_row]
-        records = contest(chosen, those, device="cuda", repeats=repeats, seconds=seconds)
-        report.add(records)
-        return [record.name for record in records if record.error and record.name in chosen]
+        failed = {record.name for record in report.records if record.shape == shape and record.error}
+        those = [peer for peer in peers if (batch == 1 or not peer.per_row) and peer.name not in failed]
+        new = {name: cases[name] for name in names if name not in failed | measured(report)}
+        alone = [{name: cases[name]} for name in names if name in failed]
+        for ours, met in (*([(new, those)] if new else []), *((each, []) for each in alone)):
+            options: dict[str, Any] = dict(device="cuda", repeats=repeats, seconds=seconds, peers_case=cases["full"])
+            report.add(contest(ours, met, **options))
+            report.save()
+            if gpu_is_lost():
+                break
+        return [name for name in names if name not in measured(report)]
+
+    def measured(report: Report) -> set[str]:
+        those = [record for record in report.records if record.shape == shape]
+        return {r.name for r in those if r.median is not None} - {r.name for r in those if r.error}
 
     return Step(title, run)
 

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not in
 
 from stand_ins import fake_flashinfer, fake_vllm_fused, fake_vllm_v1, module
 
-from bench import bench_kernels, timing
+from bench import bench_kernels, measure, timing
 from bench.cases import Case, all_cases, check_emitted, check_ours, make_inputs, our_call
 from bench.conftest import quantile_lines
 from bench.goals import GOALS, Results
@@ -289,6 +289,21 @@ def test_a_contest_keeps_what_fails_and_times_the_rest() -> None:
     assert ratio_to("broken", records) is None
     (row,) = ratios(records, ["torch", "broken"])
     assert row["peer"] == "torch" and row["best"] == row["eager"] == ratio_to("torch", records) and row["graph"] is None
+
+
+def test_a_contest_in_which_the_gpu_is_lost_tells_who_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says nothing of the others, which another process can still measure."""
+    entered: list[str] = []
+
+    def enter(self: Contest, name: str, case: Case) -> None:
+        entered.append(name)
+        if name == "fault":
+            self.failed.append(Record(name, "eager", case.shape, case.batch, error="an illegal memory access"))
+
+    monkeypatch.setattr(Contest, "add_ours", enter)
+    monkeypatch.setattr(measure, "gpu_is_lost", lambda: "fault" in entered)
+    records = contest({"before": SMALL, "fault": SMALL, "after": SMALL}, device="cuda", repeats=3)
+    assert [record.name for record in records] == ["fault"] and entered == ["before", "fault"]
 
 
 def test_ratios_are_of_one_mode_or_of_the_better_ones() -> None:

@@ -21,6 +21,7 @@ from bench import end_to_end, gpu_report, report, steps, timing
 from bench.figures import UNFINISHED, Figures
 from bench.markdown import table
 from bench.measure import Record
+from bench.peers import Textbook
 from bench.processes import Ended, limited
 from bench.report import Report
 
@@ -62,7 +63,7 @@ def test_a_fault_that_leaves_the_gpu_unusable_ends_the_step(monkeypatch: pytest.
     figures = Figures()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", fault)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(RuntimeError, match="left the GPU unusable"):
         figures.measure({"fault": fault, "after": lambda: 1})
     assert figures.failed == ["fault"] and "after" not in figures
 
@@ -325,6 +326,38 @@ def test_tests_come_behind_what_the_kernels_goals_need_and_before_generations() 
     cases = list(end_to_end.CASES)
     assert quick == ["kernels, B = 64", "kernels, B = 1", steps.TESTS, *cases]
     assert whole[: len(quick)] == quick and len(whole) == len(quick) + 4
+
+
+def test_a_case_that_lost_the_gpu_is_left_out_of_the_next_contest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would lose it again before anybody is timed."""
+    contests: list[list[str]] = []
+    faults = {"full"}
+
+    def contest(ours: dict[str, Any], peers: list[Any], **options: Any) -> list[Record]:
+        contests.append([*ours, *(peer.name for peer in peers)])
+        shape = options["peers_case"].shape
+        if lost := faults & set(contests[-1]):
+            return [Record(name, "eager", shape, 64, error="an illegal memory access") for name in lost]
+        return [Record(name, "eager", shape, 64, median=1.0) for name in contests[-1]]
+
+    monkeypatch.setattr(steps, "contest", contest)
+    monkeypatch.setattr(steps, "gpu_is_lost", lambda: bool(contests[-1:] and faults & set(contests[-1])))
+    under_way = Report(tmp_path, report.environment("cpu"), [], False)
+    step = steps.gpu_contest("kernels", 64, ["one-hot", "full"], [Textbook()], repeats=3, seconds=1)
+    assert step.run(under_way) == ["one-hot", "full"]
+    assert step.run(under_way) == ["full"]
+    faults.clear()
+    assert step.run(under_way) == []
+    assert contests == [["one-hot", "full", "torch"], ["one-hot", "torch"], ["full"], ["full"]]
+
+    contests.clear()
+    faults |= {"full", "one-hot"}
+    another = Report(tmp_path, report.environment("cpu"), [], False)
+    another.add([Record("full", "eager", "B=64 K=4 V=151936 bf16", 64, error="an illegal memory access")])
+    assert step.run(another) == ["one-hot", "full"]
+    assert contests == [["one-hot", "torch"]]  # nothing more, in a process that has lost it
 
 
 def test_outcome_of_gpu_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
