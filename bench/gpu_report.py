@@ -132,7 +132,7 @@ def differences(before: Report, now: Report) -> list[str]:
 
     def facts(report: Report) -> dict[str, object]:
         found = {name: report.environment.get(name) for name in SAME}
-        return {**found, **report.environment["versions"], "--quick": report.quick, "steps": report.plan}
+        return {**found, **report.environment["versions"], "--quick": report.quick}
 
     there, here = facts(before), facts(now)
     names = [name for name in there | here if there.get(name) != here.get(name)]
