@@ -586,7 +586,7 @@ def test_numbers_of_numpy() -> None:
         (["one", "two"], {"layers": (0, 3)}, r"layers must be in \[0, 2\], as the target has 2 layers, got \[0, 3\]"),
         (["one", "two"], {"method": "draft-model", "num_layers": 3}, r"num_layers must be in \[1, 2\], got 3"),
         (["one", "two"], {"target": "./missing"}, "'./missing', which does not exist"),
-        (["one", "two"], {"dtype": "int8"}, "dtype must be 'auto' or a floating torch dtype"),
+        (["one", "two"], {"dtype": "int8"}, "dtype must be 'auto', 'bfloat16', .* or such a torch dtype"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(
