@@ -74,7 +74,7 @@ def _runs(num_valid: list[int]) -> list[Run]:
 
 
 class RaggedLayer(CacheLayerMixin):
-    """One layer's buffers: keys and values [slots, heads, capacity + 1, head_dim]."""
+    """One layer's buffers: keys and values [slots, heads, >= capacity + 1, head_dim]."""
 
     keys: Tensor
     values: Tensor
@@ -85,13 +85,14 @@ class RaggedLayer(CacheLayerMixin):
         self._owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = self._zeros_like(key_states), self._zeros_like(value_states)
+        capacity = self._owner.capacity
+        self.keys, self.values = self._zeros_like(key_states, capacity), self._zeros_like(value_states, capacity)
         self.is_initialized = True
 
-    def _zeros_like(self, states: Tensor) -> Tensor:
+    def _zeros_like(self, states: Tensor, capacity: int) -> Tensor:
         _, heads, _, head_dim = states.shape
         # Zeros, not garbage: masked values are multiplied by probability 0, and 0 * NaN is NaN.
-        return states.new_zeros(self._owner.num_slots, heads, self._owner.capacity + 1, head_dim)
+        return states.new_zeros(self._owner.num_slots, heads, capacity + 1, head_dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Scatter new K/V [n, heads, W, head_dim] and return those that attention reads, [n, heads, kv_length, head_dim].
@@ -113,13 +114,13 @@ class RaggedLayer(CacheLayerMixin):
         return self.keys[:, :, : plan.kv_length][plan.rows], self.values[:, :, : plan.kv_length][plan.rows]
 
     def grow(self, capacity: int) -> None:
-        """Move to longer buffers, keeping what is there."""
-        if not self.is_initialized:
+        """Move to longer buffers, keeping what is there; or, if there is no memory for both, stay."""
+        if not self.is_initialized or (old := self.keys.shape[2] - 1) >= capacity:
             return
-        old_keys, old_values, old = self.keys, self.values, self.keys.shape[2] - 1
-        self.keys, self.values = self._zeros_like(old_keys), self._zeros_like(old_values)
-        self.keys[:, :, :old] = old_keys[:, :, :old]
-        self.values[:, :, :old] = old_values[:, :, :old]
+        keys, values = self._zeros_like(self.keys, capacity), self._zeros_like(self.values, capacity)
+        keys[:, :, :old] = self.keys[:, :, :old]
+        values[:, :, :old] = self.values[:, :, :old]
+        self.keys, self.values = keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._owner.plan.kv_length, 0
@@ -149,11 +150,16 @@ class RaggedCache(Cache):
 
     @torch.inference_mode()  # buffers are made and filled under it, so only under it can they be written
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens."""
+        """Make room for rows of `length` tokens.
+
+        Layer by layer, so that there are two buffers of one layer at a time and not of all. If memory runs out on the way, some
+        layers have longer buffers than they need, the capacity is what it was, and the rest can be made up for later.
+        """
         if length > self.capacity:
-            self.capacity = self.round_up(length)
+            capacity = self.round_up(length)
             for layer in self.ragged_layers:
-                layer.grow(self.capacity)
+                layer.grow(capacity)
+            self.capacity = capacity
 
     def round_up(self, length: int) -> int:
         return -(-length // self.granularity) * self.granularity

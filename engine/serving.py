@@ -62,6 +62,7 @@ class Server:
         self._device = state.tokens.device
         self._eos_token_ids, self._stats, self._late, self._ranks = eos_token_ids, stats, late, ranks
         self._warned = False  # of draft logits that are no distribution
+        self._reserved = 0  # length of the rows that there is room for everywhere
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Yields (request, new tokens) per row and round; a request that has ended has a finish_reason or an error."""
@@ -101,13 +102,18 @@ class Server:
         self._round.clock.take()
 
     def _reserve(self, length: int) -> None:
-        """Make room for rows of this length. Graphs are forgotten if buffers move for it."""
-        capacity = self._round.target.cache.capacity
-        self._round.target.cache.reserve(length)
+        """Make room for rows of this length, in the target's cache and in what the drafter keeps.
+
+        Graphs are forgotten before buffers move for it: some may have moved when memory runs out.
+        """
+        if length <= self._reserved:
+            return
+        self._round.graphs.clear()
+        cache = self._round.target.cache
+        cache.reserve(length)
         if (reserve := getattr(self._round.drafter, "reserve", None)) is not None:
-            reserve(length)
-        if self._round.target.cache.capacity != capacity:
-            self._round.graphs.clear()
+            reserve(cache.capacity)  # grows when the target's does, and not in between
+        self._reserved = cache.capacity
 
     def _num_rows(self, num_rows: int) -> int:
         """Rows of a round that has so many at least: few different numbers where each is a graph."""

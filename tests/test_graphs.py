@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not in
 from bench.drafter_cases import ON_THE_HOST, drafters
 from engine.draft_length import FEW_CHOICES, AdaptiveLength
 from engine.graphs import Graphs, clear_all
+from engine.hidden_states import HiddenStates
 from engine.state import BatchState, Verdict
 
 
@@ -196,6 +197,50 @@ def test_a_proposal_that_is_captured_again_is_the_one_verified(max_graphs: int) 
     outputs = llm.generate([[3, 4, 5], [3, 4, 5] * 84, [6, 7]], engine.SamplingParams(max_new_tokens=40))
     assert all(output.stats.acceptance_rate == 1 for output in outputs)
     assert len(graphs) == max_graphs
+
+
+@pytest.mark.parametrize("short_of", ["target", "drafter", "hidden states"])
+def test_no_graph_outlives_buffers_that_could_not_all_grow(short_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may run out when some have moved. Shorter texts go on then, and longer ones when there is memory."""
+    target = tiny("llama", max_position_embeddings=600)
+    drafter: Any = engine.DraftModel(perturbed(target, 0.05))
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=3, max_batch_size=2)
+    llm._target.keep_hidden_states([0])
+    graphs = with_graphs(llm, late=False)
+    short, long, params = [5, 6, 7], [3, 4, 5] * 90, engine.SamplingParams(max_new_tokens=20)
+    assert llm.generate(short, params).token_ids == greedy(target, short, 20) and len(graphs)
+
+    with monkeypatch.context() as patch:
+        if short_of == "hidden states":
+            patch.setattr(HiddenStates, "write", raise_out_of_memory)
+        else:
+            last = (llm._target if short_of == "target" else drafter.ragged).cache.ragged_layers[-1]
+            patch.setattr(last, "_zeros_like", raise_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            llm.generate(long, params)
+        assert not len(graphs)
+        if short_of != "hidden states":  # which are wanted by every call
+            assert llm.generate(short, params).token_ids == greedy(target, short, 20) and len(graphs)
+    captured = list(graphs._captured.values())
+    for prompt in (long, short):
+        assert llm.generate(prompt, params).token_ids == greedy(target, prompt, 20)
+    assert not [graph for graph in captured if graph in graphs._captured.values()]
+
+
+def raise_out_of_memory(*args: Any) -> Any:
+    raise torch.OutOfMemoryError("there is no more")
+
+
+def test_a_drafters_buffers_grow_when_the_targets_do() -> None:
+    """Under `exact` its own steps would be shorter, and what it proposes be captured anew for each."""
+    target = tiny("llama", max_position_embeddings=600)
+    drafter: Any = engine.DraftModel(perturbed(target, 0.05))
+    llm = engine.load(target, drafter=drafter, max_batch_size=2, exact=True)
+    capacities = []
+    for length in (10, 100, 300):
+        llm.generate([3, 4, 5] * (length // 3), engine.SamplingParams(max_new_tokens=5))
+        capacities.append((llm._target.cache.capacity, drafter.ragged.cache.capacity))
+    assert capacities == [(512, 512)] * 3
 
 
 def test_memory_is_taken_anew_where_no_graph_is_left() -> None:
