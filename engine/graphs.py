@@ -162,11 +162,7 @@ class Graphs:
         return result
 
     def _forget_one(self) -> None:
-        """The least recently used graph. Its key stays known, so that it is captured anew when it is next seen.
-
-        One that reads its results (verification those of proposing) is always run right after it, so it is the next to be
-        forgotten: by the time that the results lie elsewhere.
-        """
+        """The least recently used graph. Its key stays known, so that it is captured anew when it is next seen."""
         del self._captured[next(iter(self._captured))]
         if not self._full:
             self._full = True

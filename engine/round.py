@@ -30,6 +30,7 @@ class Round:
     verification: str
     clock: RoundClock
     graphs: Graphs = field(default_factory=lambda: Graphs(None))
+    _places: dict[Hashable, Proposal] = field(default_factory=dict, init=False)  # of proposals, by their layout
 
     def run(self, state: BatchState, num_draft_tokens: int, trim: Callable[[Proposal], Proposal]) -> Tensor:
         """Advance every active row by 1 to K+1 tokens.
@@ -41,47 +42,67 @@ class Round:
             [B, K+1 + PACKED_EXTRA] int64: the new tokens (then -1), how many of them were drafted, how many drafts were
             proposed, and the `Status` bits. Rows that are not active hold nothing of meaning.
         """
-        shape = (*state.key, num_draft_tokens)
         self.clock.mark()
-        proposal, key = self._propose(shape, state, num_draft_tokens)
-        proposal = trim(proposal)
+        proposal = trim(self._propose(state, num_draft_tokens))
         self.clock.mark()
-        verdict, packed = self._verify(key, state, proposal)
+        verdict, packed = self._verify(state, proposal)
         if self.drafter is not None:
             self.drafter.observe(state, verdict)
         self.clock.mark()
         return packed
 
-    def _propose(
-        self, shape: tuple[Hashable, ...], state: BatchState, num_draft_tokens: int
-    ) -> tuple[Proposal, Hashable]:
-        """The proposal, and a key for what is done with it; None where its tensors lie somewhere else each time."""
+    def _propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         if self.drafter is None or not num_draft_tokens:
-            return Proposal(state.tokens[:, :0]), shape
+            return Proposal(state.tokens[:, :0])
         drafter = self.drafter
 
         def work() -> Proposal:
             proposal = drafter.propose(state, num_draft_tokens)
             if broken := _broken_rule(proposal, state, self.target.vocab_size):
                 raise EngineError(f"{type(drafter).__name__}.propose must return {broken}")
-            return _within_limits(proposal, state)
+            return self._placed(_within_limits(proposal, state))
 
         graph_key = getattr(drafter, "graph_key", None)
         own = graph_key() if graph_key is not None else None
         if own is None:
-            return work(), None
-        key = (own, shape)
-        proposal: Proposal = self.graphs.run(("propose", key), work)
-        return proposal, key if ("propose", key) in self.graphs else None
+            return work()
+        proposal: Proposal = self.graphs.run(("propose", own, state.key, num_draft_tokens), work)
+        return proposal
 
-    def _verify(self, key: Hashable, state: BatchState, proposal: Proposal) -> tuple[Verdict, Tensor]:
+    def _placed(self, proposal: Proposal) -> Proposal:
+        """If there are graphs, a copy of what verification reads, in the one place for proposals of such tensors.
+
+        Wherever a drafter has left its own, captured or not, one graph then verifies it.
+        """
+        if not self.graphs.enabled:
+            return proposal
+        tokens, logits, stats, _ = proposal
+        key = _layout(proposal)
+        if key not in self._places:
+            copies = RowStats(*map(torch.clone, stats)) if stats is not None else None
+            self._places[key] = Proposal(tokens.clone(), logits.clone() if logits is not None else None, copies)
+        place = self._places[key]
+        for mine, new in zip(_tensors(place), _tensors(proposal), strict=True):
+            mine.copy_(new)
+        return place
+
+    def _verify(self, state: BatchState, proposal: Proposal) -> tuple[Verdict, Tensor]:
         def work() -> tuple[Verdict, Tensor]:
             return verify_and_commit(self.target, state, proposal, self.verification)
 
-        if key is None:
-            return work()
-        result: tuple[Verdict, Tensor] = self.graphs.run(("verify", key), work)
+        result: tuple[Verdict, Tensor] = self.graphs.run(("verify", state.key, _layout(proposal)), work)
         return result
+
+
+def _tensors(proposal: Proposal) -> list[Tensor]:
+    """What verification reads of a proposal."""
+    found = proposal.tokens, proposal.logits, *(proposal.stats or ())
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _layout(proposal: Proposal) -> Hashable:
+    """Which tensors those are, but for their places."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors(proposal))
 
 
 def verify_and_commit(

@@ -20,6 +20,7 @@ from engine import round
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
 from bench.drafter_cases import ON_THE_HOST, drafters
+from engine.backend import row_stats
 from engine.draft_length import FEW_CHOICES, AdaptiveLength
 from engine.graphs import Graphs, clear_all
 from engine.hidden_states import HiddenStates
@@ -197,6 +198,56 @@ def test_a_proposal_that_is_captured_again_is_the_one_verified(max_graphs: int) 
     outputs = llm.generate([[3, 4, 5], [3, 4, 5] * 84, [6, 7]], engine.SamplingParams(max_new_tokens=40))
     assert all(output.stats.acceptance_rate == 1 for output in outputs)
     assert len(graphs) == max_graphs
+
+
+def test_a_proposal_that_a_warmup_captures_again_is_the_one_verified() -> None:
+    """There, what had been captured of its verification is not forgotten."""
+    target = tiny("llama", max_position_embeddings=600)
+    llm = engine.load(target, drafter=engine.DraftModel(target), num_draft_tokens=3, max_batch_size=1)
+    graphs = Graphs(lambda pool: Replay(llm._server._state))
+    llm._server._round.graphs = graphs
+    params = engine.SamplingParams(max_new_tokens=40)
+    llm.generate([3, 4, 5], params)
+    (key,) = (key for key in graphs._captured if key[0] == "propose")
+    del graphs._captured[key]  # as if others had been used since
+    llm.warmup(text_lengths=[40])
+    output = llm.generate([3, 4, 6], params)
+    assert output.token_ids == greedy(target, [3, 4, 6], 40) and output.stats.acceptance_rate == 1
+
+
+class OnTheHost:
+    """A drafter that knows nothing of graphs: its tensors lie somewhere else each time. What it drafts is right."""
+
+    def __init__(self, texts: list[list[int]], with_logits: bool = False) -> None:
+        self.texts, self.with_logits, self.kept = texts, with_logits, []
+
+    def prefill(self, state: engine.BatchState) -> None: ...
+
+    def observe(self, state: engine.BatchState, verdict: Verdict) -> None: ...
+
+    def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        rows = []
+        for text, length in zip(self.texts, (state.seq_lens + 1).tolist(), strict=False):
+            rows.append((text[length : length + num_draft_tokens] + [0] * num_draft_tokens)[:num_draft_tokens])
+        tokens = torch.tensor(rows)
+        self.kept.append(tokens)  # so that none lies where one before did
+        if not self.with_logits:
+            return engine.Proposal(tokens)
+        logits = torch.nn.functional.one_hot(tokens, 64).double().log()
+        return engine.Proposal(tokens, logits, row_stats(logits, **state.sampling))
+
+
+@pytest.mark.parametrize("with_logits", [False, True])
+def test_verification_is_captured_where_drafting_is_not(with_logits: bool) -> None:
+    target = tiny("llama", max_position_embeddings=600)
+    prompts = [[3, 4, 5], [6, 7]]
+    texts = [prompt + greedy(target, prompt, 40) for prompt in prompts]
+    llm = engine.load(target, drafter=OnTheHost(texts, with_logits), num_draft_tokens=3, max_batch_size=2)
+    graphs = with_graphs(llm, late=False)
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=40))
+    assert [prompt + output.token_ids for prompt, output in zip(prompts, outputs, strict=True)] == texts
+    assert llm.stats.acceptance_rate > 0.9
+    assert {key[0] for key in graphs._captured} == {"verify"} and graphs.replays > 5
 
 
 @pytest.mark.parametrize("short_of", ["target", "drafter", "hidden states"])

@@ -68,7 +68,7 @@ def check_text(
         texts.append([output.token_ids for output in llm.generate(PROMPTS, params)])
     assert texts[0] == texts[1]
     assert device.launches > 0 and waited and any(waited) == waits
-    assert waits or len(llm._server._round.graphs) > 0
+    assert len(llm._server._round.graphs) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

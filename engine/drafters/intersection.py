@@ -26,8 +26,8 @@ class IntersectionDraftModel(DraftModel):
     It reads the text in its own tokens: the shared ones as they are, others encoded anew from their text (see `Translation`).
     It draws from the shared tokens only, in the target's ids. Special tokens are shared where both have one of that name.
 
-    Each round, the host reads the text and keeps the drafter's tokens: rounds wait for the device, and are not captured in
-    CUDA graphs.
+    Each round, the host reads the text and keeps the drafter's tokens: rounds wait for the device, and drafting is not captured
+    in CUDA graphs.
 
     Args:
         model: the draft model; on the target's device.

@@ -30,7 +30,7 @@ class ReencodingDraftModel:
     have one of that name.
 
     Each round, the host decodes and encodes the whole text since the last special token that both have (milliseconds for
-    thousands of tokens): rounds wait for the device, and are not captured in CUDA graphs.
+    thousands of tokens): rounds wait for the device, and drafting is not captured in CUDA graphs.
 
     Args:
         model: the draft model; on the target's device.

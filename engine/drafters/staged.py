@@ -28,8 +28,8 @@ class StagedDraftModel(DraftModel):
     for; the proposals stand while they equal its draws. Whatever the inner drafter says, drafts and logits are therefore those
     of `DraftModel` (up to the rounding of calls of another width).
 
-    The host asks after each call whether all rows have their drafts: rounds wait for the device, and are not captured in
-    CUDA graphs.
+    The host asks after each call whether all rows have their drafts: rounds wait for the device, and drafting is not
+    captured in CUDA graphs.
 
     Args:
         model: the draft model; on the target's device.
