@@ -66,11 +66,20 @@ class FixedLength:
     def observe(self, row: int, tokens: Sequence[int], accepted: int, proposed: int, asked: int) -> None:
         """A row's round: the tokens that it emitted; drafts accepted, verified, and asked for."""
 
-    def observe_times(self, num_rows: int, asked: int, size: int, draft_seconds: float, other_seconds: float) -> None:
+    def observe_times(
+        self,
+        num_rows: int,
+        asked: int,
+        size: int,
+        draft_seconds: float,
+        other_seconds: float,
+        usual: bool = True,
+    ) -> None:
         """A round's times: drafting `asked` tokens, and all else.
 
         Args:
             size: drafts that the target's call read: of all rows, or, where it reads padding as well, of the longest.
+            usual: False for one that set something up, which later ones need not: its times say nothing about those.
         """
 
 
@@ -191,15 +200,25 @@ class AdaptiveLength(FixedLength):
             self._patience = _PROBE_AFTER[0]  # more than was expected: the text may have become easier
         self._by_position.add(row, range(NUM_BINS), outcomes)
 
-    def observe_times(self, num_rows: int, asked: int, size: int, draft_seconds: float, other_seconds: float) -> None:
+    def observe_times(
+        self,
+        num_rows: int,
+        asked: int,
+        size: int,
+        draft_seconds: float,
+        other_seconds: float,
+        usual: bool = True,
+    ) -> None:
+        rows, self._new = self._new, {}
+        if not usual:
+            return
         self._costs(self._verify, num_rows, self._size_cost(num_rows)).add(size, other_seconds)
         if asked:
             self._costs(self._draft, num_rows, _DRAFT_SLOPE).add(asked, draft_seconds)
-            if num_rows > 1 and self._new:
-                worth = {row: self._weights.get(row, 1.0) for row in self._new}
-                gain = sum(worth[row] * count for row, count in self._new.items()) / sum(worth.values())
+            if num_rows > 1 and rows:
+                worth = {row: self._weights.get(row, 1.0) for row in rows}
+                gain = sum(worth[row] * count for row, count in rows.items()) / sum(worth.values())
                 self._payoff.add(gain * self._verify[num_rows].at(0), draft_seconds + other_seconds)
-        self._new = {}
 
     def _size_cost(self, num_rows: int) -> float:
         """What one more adds to a target call, as a share of one without drafts, before any was seen."""

@@ -89,6 +89,9 @@ class Graphs:
         make_capture: makes a `Capture` in a pool of memory; None: everything is done eagerly.
         max_graphs: where there are more, the least recently used one is forgotten, which bounds memory. `keeping_all` raises it.
         make_pool: makes a pool.
+
+    Attributes:
+        set_up: calls of `run` that did more than replay, where there are captures: what they took, no later one takes.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Graphs:
         self._captured: dict[Hashable, tuple[Capture, Any]] = {}  # the most recently used one last
         self._pool: Any = None
         self._full = False  # has been; it is said once
+        self.set_up = 0
         _all.add(self)
 
     @classmethod
@@ -141,6 +145,7 @@ class Graphs:
             return result
         if self._make is None:
             return work()
+        self.set_up += 1
         if key not in self._seen:
             self._seen.add(key)
             return work()

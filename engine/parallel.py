@@ -168,10 +168,10 @@ class Ranks:
 
         Args:
             rows: what the running rows emitted.
-            seconds: measured by this rank.
+            seconds: measured by this rank; or other numbers that decisions depend on.
 
         Returns:
-            Rank 0's seconds.
+            Rank 0's.
 
         Raises:
             EngineError: on every rank, naming those that differ from rank 0.

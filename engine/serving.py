@@ -35,6 +35,7 @@ class Launched:
     requests: dict[int, Request]  # by slot
     asked: int  # drafts
     begin: float
+    usual: bool  # took no longer for having set something up, or captured it
     spans: Callable[[], list[float]]  # draft and verify seconds, once the result has arrived
 
 
@@ -215,12 +216,14 @@ class Server:
         asked = 0
         if self._round.drafter is not None:
             asked = self._lengths.choose(rows, room, self._ends_early(state), remaining)
+        set_up = self._round.graphs.set_up
         with torch.inference_mode():
             packed = self._round.run(state, asked, self._trim(rows))
             arrived = None
             if self._late:  # the next round may write over it
                 packed, arrived = _sent_to_host(packed)
-        return Launched(packed, arrived, running, asked, begin, self._round.clock.take())
+        usual = self._round.graphs.set_up == set_up
+        return Launched(packed, arrived, running, asked, begin, usual, self._round.clock.take())
 
     def _ends_early(self, state: BatchState) -> bool:
         """Whether the drafter stops by itself where drafting on would not pay, and what it drafts can be cut after it."""
@@ -244,13 +247,14 @@ class Server:
         other_seconds = verify_seconds if self._late else time.perf_counter() - launched.begin - draft_seconds
         # Some may have ended in the round before, which had not been read when this one began.
         going = [request for request in launched.requests.values() if not request.ended]
-        seconds = self._ranks.end_round([packed[request.slot] for request in going], (draft_seconds, other_seconds))
+        told = draft_seconds, other_seconds, float(launched.usual)
+        drafting, other, usual = self._ranks.end_round([packed[request.slot] for request in going], told)
         news = [self._collect(request, packed[request.slot], launched.asked) for request in going]
         if self._round.target.skips_padding:
             size = sum(packed[request.slot][-PACKED_EXTRA + 1] for request in going)
         else:
             size = launched.packed.shape[1] - PACKED_EXTRA - 1
-        self._lengths.observe_times(len(launched.requests), launched.asked, size, *seconds)
+        self._lengths.observe_times(len(launched.requests), launched.asked, size, drafting, other, bool(usual))
         self._add_times(self._stats, draft_seconds, verify_seconds)
         for request, new in zip(going, news, strict=True):
             self._add_times(request.stats, draft_seconds, verify_seconds)

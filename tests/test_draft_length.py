@@ -75,6 +75,22 @@ def test_what_drafting_costs_is_expected_of_other_numbers_of_rows() -> None:
     assert sum(asked[32:-4]) <= 3  # of 28 rounds, at 1.5 tokens for the time of 2
 
 
+def test_rounds_that_set_something_up_say_nothing() -> None:
+    """Neither about costs nor about what drafting brings, nor do their tokens count as those of the next round."""
+    lengths = AdaptiveLength()
+    for row in range(4):
+        lengths.begin(row)
+    lengths.observe_times(4, 0, 0, 0.0, 1.0)
+    for _ in range(40):
+        for row in range(4):
+            lengths.observe(row, [7], 0, 3, 3)
+        lengths.observe_times(4, 3, 3, 100.0, 100.0, usual=False)
+    assert lengths._verify[4].at(0) == 1 and not lengths._draft and not lengths._payoff.rests()
+    lengths.observe(0, [7, 7], 1, 3, 3)
+    lengths.observe_times(4, 3, 3, 0.1, 1.0)
+    assert lengths._payoff._gained == pytest.approx(2, rel=0.05)
+
+
 def test_one_slow_call_is_not_believed() -> None:
     costs = Costs(0.03)
     costs.add(0, 100.0)  # the first call of all

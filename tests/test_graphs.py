@@ -215,6 +215,34 @@ def test_a_proposal_that_a_warmup_captures_again_is_the_one_verified() -> None:
     assert output.token_ids == greedy(target, [3, 4, 6], 40) and output.stats.acceptance_rate == 1
 
 
+@pytest.mark.parametrize("drafter", ["ngram", None])
+def test_times_are_learned_from_rounds_that_only_replay(drafter: str | None) -> None:
+    """The first of a kind is eager and the second captured: what they take says nothing about the others."""
+    target = tiny("llama", max_position_embeddings=600)
+    llm = engine.load(target, drafter=drafter, num_draft_tokens="auto", max_batch_size=1)
+    lengths, seen = llm._server._lengths, []
+    observe = lengths.observe_times
+
+    def watched(num_rows: int, asked: int, size: int, draft: float, other: float, usual: bool = True) -> None:
+        seen.append((asked, usual))
+        # What takes long while it is set up pays afterwards.
+        observe(num_rows, asked, size, *((asked / 20, 1.0) if usual else (1e3 * asked, 1e3)), usual)
+
+    lengths.observe_times = watched  # type: ignore[method-assign]
+    params = engine.SamplingParams(max_new_tokens=60)
+    llm.generate([3, 4, 5], params)
+    assert len(seen) == llm.stats.rounds and all(usual for _, usual in seen)  # without graphs
+    lengths._verify.clear()
+    lengths._draft.clear()
+    seen.clear()
+    with_graphs(llm, late=True)
+    for prompt in ([3, 4, 5], [3, 4, 5] * 10, [6, 7]):
+        llm.generate(prompt, params)
+    assert seen[:4] == [(0, False), (0, False), (0, True), (0, True)]
+    assert lengths._verify[1].at(0) == pytest.approx(1, rel=0.01)
+    assert drafter is None or lengths._draft[1].at(3) == pytest.approx(0.15, rel=0.1)
+
+
 class OnTheHost:
     """A drafter that knows nothing of graphs: its tensors lie somewhere else each time. What it drafts is right."""
 
