@@ -27,6 +27,8 @@ from .scheduler import Request
 from .serving import Server
 from .state import BatchState
 
+_USUAL_LENGTHS = (256, 512, 1024)  # of texts, a bucket each
+
 
 class Engine:
     """Continues prompts with a target model and a drafter; made by `engine.load`.
@@ -144,12 +146,12 @@ class Engine:
         """Compile kernels and capture CUDA graphs now instead of at the first rounds of their kind.
 
         All that is captured here is kept: with a drafter 3 graphs for each pair of a batch size and a length, and with
-        num_draft_tokens="auto" up to 15.
+        num_draft_tokens="auto" up to 15. A text goes through the buckets of all lengths up to its own.
 
         Args:
             batch_sizes: rows that will decode together; None: `max_batch_size`.
-            text_lengths: of prompts with their answers; one bucket for each power of two. None: 1024, or `max_length` if that
-                is less.
+            text_lengths: of prompts with their answers; one bucket for each power of two from 256 on. None: all buckets of
+                texts of up to 1024 tokens, or `max_length` if that is less.
             params: as requests will have them: greedy or not, with or without filters.
             progress: show a bar on stderr.
 
@@ -159,7 +161,8 @@ class Engine:
         """
         check_bool("progress", progress)
         batch_sizes = [self.config.max_batch_size] if batch_sizes is None else batch_sizes
-        text_lengths = [min(1024, self.max_length)] if text_lengths is None else text_lengths
+        if text_lengths is None:
+            text_lengths = list({min(length, self.max_length) for length in _USUAL_LENGTHS})
         batch_sizes = check_ints("batch_sizes", batch_sizes, 1, self.config.max_batch_size)
         text_lengths = check_ints("text_lengths", text_lengths, 2, self.max_length)
         if params is not None and not isinstance(params, SamplingParams):

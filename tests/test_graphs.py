@@ -99,6 +99,19 @@ def test_after_a_warmup_nothing_new_is_captured() -> None:
     assert len(graphs) == captured and graphs.replays > 20
 
 
+def test_by_default_a_warmup_is_for_short_texts_too() -> None:
+    target = tiny("llama", max_position_embeddings=1100)
+    llm = engine.load(target, num_draft_tokens=3, max_batch_size=1)
+    graphs = with_graphs(llm, late=True)
+    llm.warmup()
+    captured = len(graphs)
+    assert captured == 3 * 3  # for texts of up to 256, 512 and 1024 tokens
+    for length in (3, 200, 490):
+        prompt = ([3, 4, 5] * length)[:length]
+        assert llm.generate(prompt, engine.SamplingParams(max_new_tokens=40)).token_ids == greedy(target, prompt, 40)
+    assert len(graphs) == captured
+
+
 def test_a_warmup_keeps_all_that_it_captures(caplog: pytest.LogCaptureFixture) -> None:
     """Also where "auto" wants more graphs for its buckets than are kept otherwise; the bound stays where it then is."""
     target = tiny("llama", max_position_embeddings=600)
