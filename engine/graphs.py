@@ -16,9 +16,11 @@ from weakref import WeakSet
 import torch
 
 from .backend import reserve_counters
+from .errors import EngineError
 
 logger = logging.getLogger(__name__)
 _all: "WeakSet[Graphs]" = WeakSet()
+_FEWEST = 2  # graphs that there must be memory for: of the halves of a round
 _failed: list[Any] = []  # CUDA graphs; torch's allocators go on asking them which memory is theirs, so they must live
 
 
@@ -104,7 +106,7 @@ class Graphs:
         self._seen: set[Hashable] = set()
         self._captured: dict[Hashable, tuple[Capture, Any]] = {}  # the most recently used one last
         self._pool: Any = None
-        self._full = False  # has been; it is said once
+        self._full = self._short = False  # more were wanted, memory ran out: has been, and is said once
         self.set_up = 0
         _all.add(self)
 
@@ -135,7 +137,8 @@ class Graphs:
         try:
             yield
         finally:
-            self._max = max(bound, len(self._captured))
+            if self._max == sys.maxsize:  # there was memory for all
+                self._max = max(bound, len(self._captured))
 
     def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
         """The result of `work`; its tensors are overwritten the next time that this key is run."""
@@ -151,20 +154,41 @@ class Graphs:
             return work()
         if not self._captured:
             self._pool = self._make_pool()  # with its last graph, torch has given up the one before
-        try:
-            capture = self._make(self._pool)
-            result = capture.record(work)
-        except Exception as error:  # whatever the model does that cannot be captured
-            cause = error.__context__ or error  # not that the capture could not be ended
-            logger.warning("CUDA graphs are off, rounds run eagerly: %s: %s", type(cause).__name__, cause)
-            self._make = None  # for all work: torch makes no promises about captures after one that failed
-            self.clear()
+        if (captured := self._capture(work)) is None:
             return work()
-        self._captured[key] = capture, result
+        capture, result = self._captured[key] = captured
         if len(self._captured) > self._max:
             self._forget_one()
         capture.replay()
         return result
+
+    def _capture(self, work: Callable[[], Any]) -> tuple[Capture, Any] | None:
+        """The capture and its result; None if it failed, which has been dealt with."""
+        assert self._make is not None
+        try:
+            capture = self._make(self._pool)
+            return capture, capture.record(work)
+        except Exception as error:
+            causes = [each for each in (error.__context__, error) if each]  # two, where it could not be ended either
+            for cause in causes:
+                if isinstance(cause, EngineError):  # what the work itself has to say
+                    raise cause from None
+            if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes) and self._max > _FEWEST:
+                self._make_room()
+            else:  # whatever the model does that cannot be captured
+                logger.warning("CUDA graphs are off, rounds run eagerly: %s: %s", type(causes[0]).__name__, causes[0])
+                self._make = None  # for all work: torch makes no promises about captures after one that failed
+                self.clear()
+        return None
+
+    def _make_room(self) -> None:
+        """Memory has run out: from now on, half as many graphs as there were may stay."""
+        self._max = max(len(self._captured) // 2, _FEWEST)
+        if not self._short:
+            self._short = True
+            logger.warning("no memory for more than %d CUDA graphs: those not used longest are forgotten", self._max)
+        self.clear()
+        torch.cuda.empty_cache()  # what torch holds for other work, it does not take for a capture
 
     def _forget_one(self) -> None:
         """The least recently used graph. Its key stays known, so that it is captured anew when it is next seen."""

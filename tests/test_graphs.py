@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,6 +181,74 @@ def test_the_log_names_what_could_not_be_captured(caplog: pytest.LogCaptureFixtu
     graphs = Graphs(lambda pool: Failing())
     assert [graphs.run("a", lambda: 3) for _ in range(3)] == [3] * 3 and not graphs.enabled
     assert [r.message.partition(": ")[2] for r in caplog.records] == ["NotImplementedError: no reading from the device"]
+
+
+class Small(Replay):
+    """There is memory for so many that live, whatever they are."""
+
+    places, live = 5, 0
+
+    def record(self, work: Callable[[], Any]) -> Any:
+        if Small.live == Small.places:
+            raise torch.OutOfMemoryError("no more")
+        result = super().record(work)
+        Small.live += 1
+        weakref.finalize(self, self.gone)
+        return result
+
+    @staticmethod
+    def gone() -> None:
+        Small.live -= 1
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_as_many_graphs_as_there_is_memory_for(warm: bool, caplog: pytest.LogCaptureFixture) -> None:
+    target = tiny("llama", max_position_embeddings=600)
+    llm = engine.load(target, num_draft_tokens=3, max_batch_size=4)
+    graphs = CountedGraphs(lambda pool: Small(llm._server._state))
+    llm._server._round.graphs = graphs
+    if warm:
+        llm.warmup(batch_sizes=[1, 2, 4], text_lengths=[256, 512])
+    prompts = random_prompts(6)
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=30))
+    assert [o.token_ids for o in outputs] == [greedy(target, prompt, 30) for prompt in prompts]
+    replays = graphs.replays
+    assert llm.generate(prompts[1], engine.SamplingParams(max_new_tokens=30)).token_ids == outputs[1].token_ids
+    assert graphs.enabled and graphs._max == len(graphs) == 2 and graphs.replays > replays + 5
+    assert [r.message for r in caplog.records if "memory" in r.message] == [
+        "no memory for more than 2 CUDA graphs: those not used longest are forgotten"
+    ]
+
+
+def test_without_memory_for_a_rounds_graphs_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(Replay):
+        def record(self, work: Callable[[], Any]) -> Any:
+            try:
+                raise torch.OutOfMemoryError("no more")
+            finally:
+                raise RuntimeError("the capture cannot be ended")
+
+    graphs = Graphs(lambda pool: Full())
+    assert [graphs.run("a", lambda: 3) for _ in range(5)] == [3] * 5 and not graphs.enabled
+    assert caplog.records[-1].message == "CUDA graphs are off, rounds run eagerly: OutOfMemoryError: no more"
+
+
+def test_what_is_wrong_with_a_proposal_is_no_failed_capture(caplog: pytest.LogCaptureFixture) -> None:
+    target = tiny("llama", max_position_embeddings=600)
+    drafter: Any = engine.NGramDrafter()
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=3)
+    graphs, propose, calls = with_graphs(llm, late=False), drafter.propose, []
+
+    def broken_when_captured(*args: Any) -> Any:
+        calls.append(args)
+        return propose(*args) if len(calls) != 2 else None
+
+    drafter.propose = broken_when_captured
+    params = engine.SamplingParams(max_new_tokens=20)
+    with pytest.raises(engine.EngineError, match=r"propose must return an engine\.Proposal, got NoneType"):
+        llm.generate([5, 6, 7], params)
+    assert graphs.enabled and not caplog.records
+    assert llm.generate([5, 6, 7], params).token_ids == greedy(target, [5, 6, 7], 20) and len(graphs)
 
 
 def test_first_eager_then_captured_then_replayed() -> None:
