@@ -115,9 +115,13 @@ class Graphs:
         """CUDA graphs on a CUDA device, nothing elsewhere."""
         if device.type != "cuda":
             return cls(None)
-        reserve_counters(device)
         stream = _capture_stream(device)
-        return cls(lambda pool: CudaCapture(pool, stream), make_pool=torch.cuda.graph_pool_handle)
+
+        def make_capture(pool: Any) -> CudaCapture:
+            reserve_counters(device)  # what the graph's kernels take of them, none else gets
+            return CudaCapture(pool, stream)
+
+        return cls(make_capture, make_pool=torch.cuda.graph_pool_handle)
 
     @property
     def enabled(self) -> bool:

@@ -67,6 +67,7 @@ def forget() -> None:
     ngram._chances_on.cache_clear()
     workspace._stream_memory.clear()
     workspace._reserved.clear()
+    workspace._pools.clear()
     gc.collect()
 
 

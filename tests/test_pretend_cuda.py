@@ -148,6 +148,16 @@ def test_what_waits_cannot_be_captured(device: Device, reads: str, caplog: pytes
     assert not graphs.enabled and "capturing" in caplog.text and device.waits == waited + 2
 
 
+def test_there_are_counters_for_every_capture(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one graph's kernels have taken, no other gets."""
+    reserved: list[bool] = []
+    monkeypatch.setattr("engine.graphs.reserve_counters", lambda _: reserved.append(device.capturing is not None))
+    graphs = Graphs.for_device(torch.device("cuda", 0))
+    for key in "aabbab":
+        graphs.run(key, lambda: None)
+    assert len(graphs) == 2 and reserved == [False] * 2
+
+
 def test_a_graph_does_nothing_until_it_is_replayed(device: Device) -> None:
     total, step = torch.zeros(2, device="cuda"), torch.ones(2, device="cuda")
 
