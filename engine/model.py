@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 EXACT_KV_GRANULARITY = 512
 KV_GRANULARITY = 64
 EXACT_WIDTH = 8  # columns of every exact decode call; more drafts take several calls
-EXACT_PREFILL_WIDTH = 64
 PREFILL_WIDTH = 512
 
 
@@ -48,8 +47,8 @@ class RaggedModel:
     Args:
         model: in eval mode from here on.
         num_slots: rows of the cache.
-        exact: every decode call has the shape [num_slots, EXACT_WIDTH], every prefill call [1, EXACT_PREFILL_WIDTH], and
-            attention sees whole blocks of keys, so that logits do not depend, bit for bit, on how a text was cut.
+        exact: every decode call has the shape [num_slots, EXACT_WIDTH], and attention sees whole blocks of keys, so that logits
+            do not depend, bit for bit, on how a text was cut. A prompt is to be read by itself, in the same parts each time.
         role: "target" or "drafter", for messages.
         compile: `decode` runs compiled; compiled.py says what that is.
 
@@ -154,19 +153,17 @@ class RaggedModel:
 
         Args:
             tokens: [n, >= the largest end] int64.
-            spans: for each row, the first token to read and the one to stop before. Those before have been read. Exact
-                prefill takes one row, from a multiple of EXACT_PREFILL_WIDTH on.
+            spans: for each row, the first token to read and the one to stop before. Those before have been read.
             rows: the n slots.
             inputs: further arguments of the model's `forward` for tokens at these positions, [n, W] int64.
         """
         longest = max(end - begin for begin, end in spans)
-        width = EXACT_PREFILL_WIDTH if self.exact else max(min(PREFILL_WIDTH, longest), 1)
+        width = max(min(PREFILL_WIDTH, longest), 1)
         first, last = (torch.tensor(column, device=self.device) for column in zip(*spans, strict=True))
         place = torch.arange(width, device=self.device)
         for done in range(0, longest, width):
             start = first + done
-            columns = place if self.exact else place[: longest - done]
-            index = (start[:, None] + columns).clamp(max=tokens.shape[1] - 1)
+            index = (start[:, None] + place[: longest - done]).clamp(max=tokens.shape[1] - 1)
             stop = max(min(begin + done + width, end) for begin, end in spans)
             chunk = tokens.gather(1, index)
             self.call(chunk, start, last - start, rows, kv_length=stop, with_head=False, **inputs(index))

@@ -153,7 +153,7 @@ class Server:
             begin = time.perf_counter()
             group = sorted(scheduler.prefilling.values(), key=lambda request: request.slot)
             target = self._round.target
-            group = group[:1] if target.exact else group  # exact calls have one shape
+            group = group[:1] if target.exact else group  # its own length alone decides the shapes of its calls
             group, width = prefill_chunk(group, target.skips_padding)
             spans = [(request.prefilled, min(request.prefilled + width, request.to_prefill)) for request in group]
             if width:

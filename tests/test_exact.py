@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import smollm2
 import torch
+from test_padding import tokens_read
 from tiny_models import perturbed, random_prompts, tiny
 from transformers import PreTrainedModel
 
@@ -174,6 +175,22 @@ def test_tiny_models_in_bf16(name: str, num_draft_tokens: int) -> None:
         outputs = llm.generate(prompts, params)
         assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
         assert llm.stats.accepted_tokens > 0
+
+
+def test_a_prompts_own_length_alone_decides_how_it_is_read() -> None:
+    """In parts of 512 tokens and one of the rest, without padding: beside others, and while others run."""
+    target = tiny("llama", dtype=torch.bfloat16, max_position_embeddings=1200)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, 64, (length,), generator=generator).tolist() for length in (700, 30, 1100, 513)]
+    params = [engine.SamplingParams(max_new_tokens=new) for new in (9, 40, 20, 30)]
+    parts, found = [[512, 187], [29], [512, 512, 75], [512]], []
+    for batch, order in ((1, [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (2, [1, 3, 2, 0])):
+        llm = engine.load(target, exact=True, max_batch_size=batch, num_draft_tokens=3)
+        with tokens_read(target) as read:
+            outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order])
+        found.append({i: output.token_ids for i, output in zip(order, outputs, strict=True)})
+        assert [count for count in read if count != batch * EXACT_WIDTH] == [part for i in order for part in parts[i]]
+    assert found[0] == found[1] == found[2]
 
 
 def test_rows_do_not_depend_on_slot_or_neighbours() -> None:
