@@ -68,7 +68,7 @@ class RaggedModel:
         self.num_slots, self.exact = num_slots, exact
         self.device, self.dtype = model.device, model.dtype
         self.config = model.config.get_text_config()
-        reason = why_eager(model.config)
+        reason = why_eager(model)
         self.capturable = reason is None  # in CUDA graphs, as far as is known
         if reason is not None and self.device.type == "cuda":
             logger.warning("the %s runs without CUDA graphs: %s", role, reason)

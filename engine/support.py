@@ -103,8 +103,9 @@ def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
     return {"all": None if layer_types else window}
 
 
-def why_eager(config: PretrainedConfig) -> str | None:
-    """What is known to keep such a model from being captured in CUDA graphs; None: nothing."""
+def why_eager(model: PreTrainedModel) -> str | None:
+    """What is known to keep a model from being captured in CUDA graphs; None: nothing."""
+    config = model.config
     if config.model_type in _EAGER_TYPES:
         return f"layers of type {config.model_type!r} copy from the host"
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
@@ -112,6 +113,20 @@ def why_eager(config: PretrainedConfig) -> str | None:
     kinds = {each.get("rope_type") for each in ropes}
     if found := kinds & _EAGER_ROPE:
         return f"rotary embeddings of type {found.pop()!r} wait for the device"
+    return _why_experts_wait(model)
+
+
+def _why_experts_wait(model: PreTrainedModel) -> str | None:
+    """Why those of a mixture on a CUDA device do; None: there are none, or they do not."""
+    has_experts = getattr(model, "_can_set_experts_implementation", lambda: False)()
+    if model.device.type != "cuda" or not has_experts:
+        return None
+    way = getattr(model.config, "_experts_implementation", None)
+    if way == "eager":
+        return "experts are called one by one, as many as the host finds to be wanted"
+    # torch has a kernel for bf16 from sm_90 on. Elsewhere its grouped product reads the groups' sizes on the host.
+    if way == "grouped_mm" and (model.dtype != torch.bfloat16 or torch.cuda.get_device_capability(model.device)[0] < 9):
+        return f"torch's grouped products wait for the device in {model.dtype} here (not in bfloat16 on sm_90)"
     return None
 
 

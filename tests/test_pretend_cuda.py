@@ -11,10 +11,11 @@ import pytest
 import torch
 from pretend_cuda import pretended
 from pretend_tensors import Device, OnCuda
-from tiny_models import CONFIGS, perturbed, tiny
+from tiny_models import CONFIGS, GROUPED_EXPERTS, perturbed, tiny
 
 import engine
 from engine.graphs import Graphs
+from engine.model import RaggedModel
 from engine.serving import Server
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
@@ -87,9 +88,41 @@ def test_every_drafter(device: Device, monkeypatch: pytest.MonkeyPatch, name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"falcon"}))  # which copies from the host in every call
+# But those that wait in every call: falcon, which copies from the host, and experts in float32.
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"falcon", *GROUPED_EXPERTS}))
 def test_every_architecture(device: Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_text(device, monkeypatch, lambda model: "ngram", name=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "capability", "way", "reason"),
+    [
+        ("mixtral", torch.bfloat16, (9, 0), "grouped_mm", None),
+        ("gpt_oss", torch.bfloat16, (10, 0), "grouped_mm", None),
+        ("mixtral", torch.float16, (9, 0), "grouped_mm", "grouped products wait for the device in torch.float16"),
+        ("gpt_oss", torch.float32, (9, 0), "grouped_mm", "grouped products wait for the device in torch.float32"),
+        ("mixtral", torch.bfloat16, (8, 0), "grouped_mm", "grouped products wait for the device in torch.bfloat16"),
+        ("mixtral", torch.float16, (9, 0), "batched_mm", None),
+        ("mixtral", torch.bfloat16, (9, 0), "eager", "experts are called one by one"),
+        ("llama", torch.float16, (8, 0), "grouped_mm", None),
+    ],
+)
+def test_experts_that_wait_are_known_beforehand(
+    device: Device,
+    name: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    way: str,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    model = target(name, dtype).to("cuda")
+    if name != "llama":
+        model.set_experts_implementation(way)
+    assert RaggedModel(model, 2).capturable == (reason is None)
+    assert (reason or "") in caplog.text and bool(caplog.text) == bool(reason)
 
 
 def test_exact_text_with_and_without_drafts(device: Device) -> None:
