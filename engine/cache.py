@@ -5,6 +5,7 @@ overwritten in time. Rolling back is therefore lowering `seq_lens` and touches n
 than rows can use, the trash slot, where the K/V of padding goes.
 """
 
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -82,7 +83,8 @@ class RaggedLayer(CacheLayerMixin):
 
     def __init__(self, owner: "RaggedCache") -> None:
         super().__init__()
-        self._owner = owner
+        # It holds this. Garbage in a cycle, of gigabytes here, stays until it is looked for.
+        self._owner: RaggedCache = weakref.proxy(owner)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         capacity = self._owner.capacity

@@ -4,11 +4,14 @@ import copy
 import gc
 import itertools
 import pickle
+import sys
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 import engine
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
+
+from bench.drafter_cases import drafters
 from engine.detokenize import TextStream
 from engine.scheduler import PREFILL_TOKENS, Request, prefill_chunk
 
@@ -49,6 +56,30 @@ class Scripted:
 
     def __exit__(self, *error: object) -> None:
         self.hook.remove()
+
+
+@pytest.mark.parametrize("kind", ["ngram", "model", "layer_skip:1", "medusa", "eagle"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_discarded_leaves_no_keys_and_values(target: PreTrainedModel, kind: str, exact: bool) -> None:
+    """At once, and not when Python next looks for cycles: they may be most of a GPU's memory."""
+    made = {**drafters(target), "model": lambda: engine.DraftModel(perturbed(target, 0.05))}
+    drafter: Any = made[kind]() if kind in ("model", "medusa", "eagle") else kind
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=2, max_batch_size=2, exact=exact)
+    gc.collect()
+    gc.disable()
+    try:
+        llm.generate([[5, 6, 7], [8]], engine.SamplingParams(max_new_tokens=8))
+        caches = [llm._target.cache]
+        if (ragged := getattr(llm.drafter, "ragged", None)) is not None:
+            caches.append(ragged.cache)
+        kept = [weakref.ref(t) for cache in caches for layer in cache.ragged_layers for t in (layer.keys, layer.values)]
+        if hidden := llm._target._hidden:
+            kept.append(weakref.ref(hidden[0].states))
+        assert len(kept) > 3 and all(tensor() is not None for tensor in kept)
+        del llm, drafter, caches, ragged, hidden
+        assert [tensor() for tensor in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
 
 
 def test_more_prompts_than_slots_come_back_in_order(target: PreTrainedModel) -> None:
