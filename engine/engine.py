@@ -149,7 +149,7 @@ class Engine:
         num_draft_tokens="auto" up to 15. A text goes through the buckets of all lengths up to its own.
 
         Args:
-            batch_sizes: rows that will decode together; None: `max_batch_size`.
+            batch_sizes: rows that will decode together; None: `max_batch_size`. For an `exact` engine, all are one.
             text_lengths: of prompts with their answers; one bucket for each power of two from 256 on. None: all buckets of
                 texts of up to 1024 tokens, or `max_length` if that is less.
             params: as requests will have them: greedy or not, with or without filters.

@@ -117,8 +117,12 @@ class Server:
         self._reserved = cache.capacity
 
     def _num_rows(self, num_rows: int) -> int:
-        """Rows of a round that has so many at least: few different numbers where each is a graph."""
-        return min(bucket(num_rows, 1), self._config.max_batch_size) if self._round.graphs.enabled else num_rows
+        """Rows of a round that has so many at least: few different numbers where each is a graph, and one for exact calls, whose
+        target reads all rows anyway."""
+        if not self._round.graphs.enabled:
+            return num_rows
+        most = self._config.max_batch_size
+        return most if self._round.target.exact else min(bucket(num_rows, 1), most)
 
     def _begin(self, requests: list[Request]) -> None:
         """Put requests into their slots, not yet active."""

@@ -143,6 +143,23 @@ def test_a_warmup_for_what_cannot_come_is_refused(wrong: dict[str, Any], rule: s
         engine.load(tiny("llama"), max_batch_size=4).warmup(**wrong)
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_exact_rounds_of_few_rows_are_those_of_many(drafter: str) -> None:
+    """The target's call is the same one, so that a graph for each number of rows would be one too many."""
+    target = tiny("llama", dtype=torch.bfloat16, max_position_embeddings=600)
+    draft = perturbed(target, 0.05) if drafter == "model" else drafter
+    params = [engine.SamplingParams(max_new_tokens=10 + 5 * i) for i in range(8)]  # that end one after the other
+    llm = engine.load(target, drafter=draft, num_draft_tokens=3, max_batch_size=4, exact=True)
+    expected = [output.token_ids for output in llm.generate(random_prompts(8), params)]
+    graphs = with_graphs(llm, late=True)
+    llm.warmup(text_lengths=[200])
+    captured = len(graphs)
+    for count in (8, 1, 2):
+        outputs = llm.generate(random_prompts(8)[:count], params[:count])
+        assert [output.token_ids for output in outputs] == expected[:count]
+    assert graphs.replays > 20 and len(graphs) == captured == 3
+
+
 def test_sampled_tokens_too() -> None:
     target = tiny("llama", max_position_embeddings=600)
     params = [engine.SamplingParams(temperature=0.5 * (i % 3), top_p=0.9, seed=i, max_new_tokens=30) for i in range(6)]
