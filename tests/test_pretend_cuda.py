@@ -14,6 +14,7 @@ from pretend_tensors import Device, OnCuda
 from tiny_models import CONFIGS, GROUPED_EXPERTS, perturbed, tiny
 
 import engine
+from engine.draft_length import FixedLength
 from engine.graphs import Graphs
 from engine.model import RaggedModel
 from engine.serving import Server
@@ -75,6 +76,43 @@ def check_text(
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_good_draft_model(device: Device, monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     check_text(device, monkeypatch, lambda model: engine.DraftModel(perturbed(model, 0.05)), temperature)
+
+
+class Pauses(FixedLength):
+    """Two drafts, after more and more rounds without."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.asked = iter([k for pause in range(7) for k in [0] * pause + [2]])
+
+    def choose(self, *args: Any, **kwargs: Any) -> int:
+        return next(self.asked, 2)
+
+
+@pytest.mark.parametrize("name", ["model", "eagle"])
+def test_what_makes_up_for_a_pause_is_a_few_graphs(device: Device, name: str) -> None:
+    """And not one for each length of a pause: what a drafter reads beyond what it lacks changes nothing."""
+    texts, drafts, params = [], [], engine.SamplingParams(max_new_tokens=45)
+    for where in ("cpu", "cuda"):
+        model = target().to(where)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            drafter: Any = engine.DraftModel(perturbed(model, 0.05)) if name == "model" else drafters(model)[name]()
+            llm = engine.load(model, drafter=drafter, num_draft_tokens=2, max_batch_size=1, exact=False)
+        llm._server._lengths = Pauses()
+        proposed, verify = [], llm._server._round._verify
+
+        def noted(state: Any, proposal: Any, proposed: list = proposed, verify: Any = verify) -> Any:
+            if proposal.tokens.shape[1]:
+                proposed.append(proposal.tokens.tolist())
+            return verify(state, proposal)
+
+        llm._server._round._verify = noted  # type: ignore[method-assign]
+        texts.append(llm.generate(PROMPTS[0], params).token_ids)
+        drafts.append(proposed)
+    assert texts[0] == texts[1] and len(drafts[0]) > 7
+    assert drafts[0][:7] == drafts[1][:7]
+    assert 0 < len({key for key in llm._server._round.graphs._seen if key[0] == "propose"}) <= 4
 
 
 QUICK = ("ngram", "medusa")

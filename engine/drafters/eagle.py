@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backend import DRAFT, SAMPLE, sample
 from ..config import check_bool, check_instance, is_number
+from ..graphs import bucket
 from ..model import RaggedModel
 from ..packing import pack_linears
 from ..state import BatchState, Proposal, Verdict
@@ -185,19 +186,24 @@ class EagleDrafter:
         self._behind = width if width > 1 else self._behind + 1
 
     def graph_key(self) -> Hashable | None:
-        """What `propose` depends on beside the state: where buffers end, and how many columns catch up.
+        """What `propose` depends on beside the state: where buffers end, and in how many columns it catches up.
 
         None before there are hidden states: nothing is drafted then, and no buffers are made.
         """
         if not self._hidden.states.numel() or not self.ragged.capturable:
             return None
-        return self.ragged.cache.capacity, self._behind
+        return self.ragged.cache.capacity, self._catch_up_width
+
+    @property
+    def _catch_up_width(self) -> int:
+        """Columns for those positions that nobody looks at: few different numbers, as each is a graph."""
+        return bucket(self._behind, 4)
 
     def _catch_up(self, state: BatchState) -> Tensor:
         """Read the positions that got their hidden states since the last draft; the feature [B, 1, H] after the last."""
         filled = self._filled[state.rows]
         missing = (state.seq_lens - filled) * state.active
-        width = int(missing.max()) if state.can_look else min(self._behind, state.max_text_length)
+        width = int(missing.max()) if state.can_look else min(self._catch_up_width, state.max_text_length)
         at = filled[:, None] + torch.arange(max(width, 1), device=filled.device)
         features = self._features(state, at)["hidden_states"]
         tokens = state.gather((at + 1).clamp(max=state.tokens.shape[1] - 1))  # rows that lack less end sooner

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..backend import DRAFT, SAMPLE, RowStats, row_stats, sample
 from ..config import check_bool, check_instance
+from ..graphs import bucket
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
 from .proposals import probability
@@ -90,18 +91,25 @@ class DraftModel:
         """What `propose` depends on beside the state; None: this time it may not be captured."""
         if self._rounds_missed > WIDEST_CATCH_UP or not self.ragged.capturable:
             return None
-        return self.ragged.cache.capacity, self._rounds_missed
+        return self.ragged.cache.capacity, self._made_up_for
+
+    @property
+    def _made_up_for(self) -> int:
+        """As many rounds as were missed; on a GPU, where each number is a graph, or a few more, whose tokens are read again."""
+        missed = self._rounds_missed
+        return missed if not missed or self.ragged.device.type == "cpu" else bucket(missed, 2)
 
     def _unread(self, state: BatchState) -> tuple[Tensor, Tensor, int]:
         """From where on a row's tokens are to be fed [B], how many there are up to the pending one [B], and at most.
 
         The last two tokens and those missed; fewer where the text has no more, none in rows that are not active.
         """
-        missed = self._caught_up = self._rounds_missed  # which stays, for a proposal that fails and is made once more
-        if missed > WIDEST_CATCH_UP:
+        self._caught_up = self._rounds_missed  # which stays, for a proposal that fails and is made once more
+        width = 2 + self._made_up_for
+        if self._rounds_missed > WIDEST_CATCH_UP:
             self._catch_up(state)
-            missed = 0
-        width = min(2 + missed, state.max_text_length)
+            width = 2
+        width = min(width, state.max_text_length)
         start = (state.seq_lens + 1 - width).clamp(min=0)
         return start, (state.seq_lens - start + 1) * state.active, width
 
