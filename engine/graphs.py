@@ -192,7 +192,8 @@ class Graphs:
             self._short = True
             logger.warning("no memory for more than %d CUDA graphs: those not used longest are forgotten", self._max)
         self.clear()
-        torch.cuda.empty_cache()  # what torch holds for other work, it does not take for a capture
+        with suppress(RuntimeError):  # where the capture could not be ended
+            torch.cuda.empty_cache()  # what torch holds for other work, it does not take for a capture
 
     def _forget_one(self) -> None:
         """The least recently used graph. Its key stays known, so that it is captured anew when it is next seen."""
