@@ -79,8 +79,10 @@ def cases(whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
 def large_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """One sequence of a large model, with logits like those of words, for the number of instructions."""
     generator = torch.Generator().manual_seed(1)
-    rows = [word_logits(generator, LARGE, "rather first") for _ in range(5)]
-    target = torch.stack(rows)[None].bfloat16()
+    target, in_any_order = (
+        torch.stack([word_logits(generator, LARGE, places) for _ in range(5)])[None].bfloat16()
+        for places in ("rather first", "anywhere")
+    )
     draft = target[:, :4] + 0.3 * torch.randn(1, 4, LARGE, generator=generator).bfloat16()
     case = dict(target_logits=target, draft_tokens=draft.argmax(dim=-1), temperature=torch.tensor([0.7]))
     case |= random_rows(1, generator)
@@ -92,6 +94,10 @@ def large_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{method}, full", partial(check_verify, case | full, method=method)
     for method in ("rejection", "coupled"):
         yield f"{method}, one-hot, top-p", partial(check_verify, case | top_p, method=method)
+    case |= dict(target_logits=in_any_order)
+    for method in ("rejection", "coupled"):
+        yield f"{method}, one-hot, any order", partial(check_verify, case, method=method)
+        yield f"{method}, one-hot, top-p, any order", partial(check_verify, case | top_p, method=method)
 
 
 def arguments_of(kernel: Any, values: dict[str, Any]) -> list[tuple[str, Any]]:
