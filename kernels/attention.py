@@ -213,7 +213,8 @@ def ragged_attention(
             KEY_STRIDE=keys.stride(2),
             VALUE_STRIDE=values.stride(2),
             GROUP=group,
-            # K and V pass through the L2 once while decoding, and leave it to the partial sums.
+            # K and V pass through the L2 once while decoding, and should leave it to the partial sums. Triton 3.6 and 3.7 lose
+            # this hint on NVIDIA's copies to shared memory.
             EVICTION="evict_first" if num_tiles == 1 else "",
             WIDEN=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
             BLOCK_M=blocks["BLOCK_M"],
