@@ -63,11 +63,13 @@ def _kind(config: dict[str, Any], names: Collection[str] = ()) -> Any:
             return kind
     architectures = config.get("architectures") or []
     architectures = [architectures] if isinstance(architectures, str) else architectures
-    for name in map(str, architectures):
-        if any(part in name.lower() for part in UNSUPPORTED) or "dflash_config" in config:
-            raise ValueError(
-                f"drafter must be of a kind that is supported (see engine.load), got the architecture {name}"
-            )
+    others = [str(name) for name in architectures if any(part in str(name).lower() for part in UNSUPPORTED)]
+    if "dflash_config" in config:  # some call themselves by their target's architecture
+        others.append("DFlash")
+    if others:
+        raise ValueError(
+            f"drafter must be of a kind that is supported (see engine.load), got the architecture {others[0]}"
+        )
     if (
         speculator is not None
         or "draft_vocab_size" in config
