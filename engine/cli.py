@@ -131,6 +131,7 @@ def generate(
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = None,
     max_new_tokens: options.MaxNewTokens = 128,
     seed: options.Seed = None,
     stop: options.Stop = None,
@@ -146,8 +147,9 @@ def generate(
     from .config import SamplingParams
 
     params = SamplingParams(
-        temperature, top_k, top_p, min_p, max_new_tokens, seed, stop or (), ignore_eos, stop_token_ids or ()
-    )
+        temperature, top_k, top_p, min_p, max_new_tokens, seed, stop or (), ignore_eos, stop_token_ids or (),
+        repetition_penalty,
+    )  # fmt: skip
     texts = read_prompts(prompts or [], prompts_file)
     items: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
     llm = _load(
@@ -187,6 +189,7 @@ def chat(
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = None,
     max_new_tokens: options.MaxNewTokens = 512,
     seed: options.Seed = None,
     stop: options.Stop = None,
@@ -199,8 +202,9 @@ def chat(
     from .config import SamplingParams
 
     params = SamplingParams(
-        temperature, top_k, top_p, min_p, max_new_tokens, seed, stop or (), stop_token_ids=stop_token_ids or ()
-    )
+        temperature, top_k, top_p, min_p, max_new_tokens, seed, stop or (), stop_token_ids=stop_token_ids or (),
+        repetition_penalty=repetition_penalty,
+    )  # fmt: skip
     llm = _load(
         target,
         drafter=_drafter(target, drafter),

@@ -106,6 +106,15 @@ TopP = Annotated[float, _option("--top-p", help="Keep the likeliest tokens with 
 MinP = Annotated[
     float, _option("--min-p", help="Keep tokens with this share of the likeliest one; 0: off.", panel=SAMPLING)
 ]
+RepetitionPenalty = Annotated[
+    float | None,
+    _option(
+        "--repetition-penalty",
+        help="Make tokens that stand in the text less likely; 1: off.",
+        show_default="the checkpoint's",
+        panel=SAMPLING,
+    ),
+]
 MaxNewTokens = Annotated[int, _option("--max-new-tokens", "-n", help="Maximum number of new tokens.", panel=SAMPLING)]
 Seed = Annotated[
     int | None, _option("--seed", help="Random seed. With a fixed -k, sampled text is then repeatable.", panel=SAMPLING)

@@ -67,6 +67,11 @@ def _check_float(name: str, value: Any, rule: str, allowed: bool) -> float:
     return float(value)
 
 
+def check_repetition_penalty(name: str, value: Any) -> float:
+    """`value` as a float; ValueError unless it is a number in [0.01, 100], with which logits stay finite."""
+    return _check_float(name, value, "in [0.01, 100]", is_number(value) and 0.01 <= value <= 100)
+
+
 def set_fields(frozen: Any, values: dict[str, Any]) -> None:
     """Give a frozen dataclass what its fields were converted to."""
     for name, value in values.items():
@@ -92,6 +97,9 @@ class SamplingParams:
         ignore_eos: do not end at the model's end-of-sequence tokens.
         stop_token_ids: end at any of these tokens, as at an end-of-sequence token: it is the last of the output's `token_ids`, and
             its text does not show it.
+        repetition_penalty: of tokens that the prompt or the text so far has, logits above 0 are divided by this number and others
+            multiplied by it, as in `transformers` (Keskar et al., arXiv 1909.05858); in [0.01, 100]; 1: off. None: what the
+            target's generation config says, else 1. Under every verification rule the text keeps the law of these logits.
 
     Raises:
         ValueError: naming the field, the value and the rule.
@@ -106,6 +114,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
+    repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
         t, p, m = self.temperature, self.top_p, self.min_p
@@ -123,6 +132,8 @@ class SamplingParams:
             raise ValueError(f"stop must be one or a list of non-empty strings, got {self.stop!r}")
         check_bool("ignore_eos", self.ignore_eos)
         checked |= {"stop": tuple(stop), "stop_token_ids": check_ints("stop_token_ids", self.stop_token_ids, 0)}
+        if self.repetition_penalty is not None:
+            checked["repetition_penalty"] = check_repetition_penalty("repetition_penalty", self.repetition_penalty)
         set_fields(self, checked)
 
 

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, overload
 
@@ -16,7 +17,7 @@ from .detokenize import TextStream, decode, special_tokens
 from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
 from .drafters.base import Drafter
 from .errors import EngineError, InvalidLogitsError
-from .generation_config import warn_of_not_applied
+from .generation_config import repetition_penalty, warn_of_not_applied
 from .graphs import Graphs
 from .metrics import RoundClock, Stats
 from .model import EXACT_WIDTH, RaggedModel
@@ -66,6 +67,7 @@ class Engine:
             ranks=self._ranks,
         )
         self._generating = False
+        self._repetition_penalty = repetition_penalty(model)
         warn_of_not_applied(model)
         if config.compile:  # with the hidden states that the drafter keeps
             compile_now(self._target)
@@ -171,7 +173,7 @@ class Engine:
         # The longest first: buffers that grow would undo the others.
         kinds = [(size, length) for length in sorted(text_lengths, reverse=True) for size in batch_sizes]
         for size, length in tqdm(kinds, unit="bucket", disable=not progress or self._ranks.rank > 0):
-            self._server.warmup(size, length, params or SamplingParams())
+            self._server.warmup(size, length, self._whole(params or SamplingParams()))
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         for _, new in self._serve([request]):
@@ -211,11 +213,17 @@ class Engine:
                 text = TextStream(self.tokenizer, stop)
             seed = secrets.randbits(63) if param.seed is None else param.seed
             limit = min(len(ids) + param.max_new_tokens, self.max_length)
-            requests.append(Request(index, ids, param, seed, limit, text, stop_token_ids))
+            requests.append(Request(index, ids, self._whole(param), seed, limit, text, stop_token_ids))
         self._ranks.require_same("prompts and params", [(request.prompt, request.params) for request in requests])
         for request, seed in zip(requests, self._ranks.agree_on([r.seed for r in requests]), strict=True):
             request.seed = seed
         return requests
+
+    def _whole(self, params: SamplingParams) -> SamplingParams:
+        """With the target's own settings where a request leaves them to it."""
+        if params.repetition_penalty is None:
+            return replace(params, repetition_penalty=self._repetition_penalty)
+        return params
 
     def _stops(self, params: SamplingParams, special: dict[str, int]) -> tuple[list[str], frozenset[int]]:
         """Strings that end a text, and tokens: those given as such, and special ones given as strings."""

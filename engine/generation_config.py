@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .config import check_repetition_penalty
+
 logger = logging.getLogger(__name__)
 
 # What `generate` of transformers applies and this engine does not, each with the value that leaves it off.
@@ -13,7 +15,6 @@ NOT_APPLIED: dict[str, Any] = {
     "num_beams": 1,
     "guidance_scale": 1,
     "sequence_bias": None,
-    "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
@@ -48,3 +49,14 @@ def warn_of_not_applied(model: PreTrainedModel) -> None:
             "the target's generation_config.json has settings that generate of transformers applies and this engine does not: %s",
             ", ".join(found),
         )
+
+
+def repetition_penalty(model: PreTrainedModel) -> float:
+    """The one that a request has which does not name another; 1: off.
+
+    Raises:
+        ValueError: if it is no such number.
+    """
+    value = getattr(getattr(model, "generation_config", None), "repetition_penalty", None)
+    name = "repetition_penalty in the target's generation_config.json"
+    return 1.0 if value is None else check_repetition_penalty(name, value)

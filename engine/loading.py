@@ -35,9 +35,9 @@ def load(
 ) -> Engine:
     """Make an engine.
 
-    Of the target's generation config the end-of-sequence tokens count. Temperature, filters and lengths come with each
-    request; what else changes the text of `transformers`, such as a repetition_penalty, is not applied, and a logged warning
-    names it.
+    Of the target's generation config the end-of-sequence tokens and the repetition_penalty count. Temperature, filters and lengths
+    come with each request; what else changes the text of `transformers`, such as suppress_tokens, is not applied, and a logged
+    warning names it.
 
     Args:
         target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on).

@@ -13,6 +13,7 @@ from .errors import EngineError
 from .graphs import Graphs
 from .metrics import RoundClock
 from .model import RaggedModel
+from .penalty import penalise_repetition
 from .state import BatchState, Proposal
 
 PACKED_EXTRA = 3  # columns after the tokens: number accepted, number proposed, status
@@ -118,6 +119,8 @@ def verify_and_commit(
         rows=state.rows,
         kv_length=state.max_text_length + drafts.shape[1],
     )
+    if state.penalised:
+        logits = penalise_repetition(logits, state, drafts)
     verdict = verify(
         target_logits=logits,
         draft_tokens=drafts,

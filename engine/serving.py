@@ -141,6 +141,7 @@ class Server:
             "top_k": [request.params.top_k for request in requests],
             "top_p": [request.params.top_p for request in requests],
             "min_p": [request.params.min_p for request in requests],
+            "repetition_penalty": [request.params.repetition_penalty for request in requests],
         }
         for name, values in columns.items():
             column = getattr(self._state, name)
@@ -202,6 +203,7 @@ class Server:
             max_text_length=longest,
             max_limit=max(request.limit for request in requests),
             filtered=any(p.temperature and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
+            penalised=any(p.repetition_penalty != 1 for p in params),
             all_greedy=all(p.temperature == 0 for p in params),
             coupled=self._config.verification == "coupled",
             may_end_early=len(requests) == 1 and self._config.num_draft_tokens == "auto",

@@ -38,11 +38,13 @@ class BatchState:
     top_k: Tensor  # [B] int64, 0 = off
     top_p: Tensor  # [B] float32, 1 = off
     min_p: Tensor  # [B] float32, 0 = off
+    repetition_penalty: Tensor  # [B] float32, 1 = off
     rows: slice | Tensor  # the slots that these rows occupy
     max_text_length: int = 0  # no row's text is longer (known to the host, for cutting views)
     max_limit: int = 0  # no row's limit is larger (known to the host, for buffers)
     prompt_lengths: tuple[int, ...] = ()  # of each row, in a drafter's prefill
     filtered: bool = False  # some row uses top-k, top-p or min-p
+    penalised: bool = False  # some row has a repetition penalty
     all_greedy: bool = True  # every row has temperature 0
     coupled: bool = False  # verification is "coupled": drafts are drawn with the target's own noise
     # Drawn drafts may end where drafting on would not pay: one row, so that none depends on others, of an engine with "auto".
@@ -59,13 +61,15 @@ class BatchState:
             return torch.full((num_slots,), value, dtype=torch.float32, device=device)
 
         tokens = torch.zeros(num_slots, max_length + 1, dtype=torch.int64, device=device)
-        return cls(tokens, whole(), whole(), whole(), real(), whole(), real(1.0), real(), slice(0, num_slots))
+        return cls(
+            tokens, whole(), whole(), whole(), real(), whole(), real(1.0), real(), real(1.0), slice(0, num_slots)
+        )
 
     def select(self, rows: slice | Tensor, **known: Any) -> "BatchState":
         """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64.
 
         `known` are the fields that the host sets: max_text_length, max_limit, prompt_lengths, filtered,
-        all_greedy, coupled and may_end_early.
+        penalised, all_greedy, coupled and may_end_early.
         """
         cut: dict[str, Any] = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.type is Tensor}
         return replace(self, **cut, **known, rows=rows)
@@ -74,7 +78,7 @@ class BatchState:
     def key(self) -> tuple[int, ...]:
         """All that is not in tensors; work on states of equal keys, cut from one whole, is the same work."""
         rows = (self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else (-1, self.rows.data_ptr())
-        return (*rows, self.max_text_length, self.filtered, self.all_greedy, self.coupled)
+        return (*rows, self.max_text_length, self.filtered, self.penalised, self.all_greedy, self.coupled)
 
     @property
     def slots(self) -> list[int]:

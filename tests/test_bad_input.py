@@ -47,6 +47,10 @@ def target() -> PreTrainedModel:
         ("stop_token_ids", 5, "a list of ints"),
         ("stop_token_ids", [2.5], "an int >= 0"),
         ("stop_token_ids", [-1], ">= 0"),
+        ("repetition_penalty", 0.0, r"in \[0.01, 100\]"),
+        ("repetition_penalty", -1.1, r"in \[0.01, 100\]"),
+        ("repetition_penalty", float("nan"), r"in \[0.01, 100\]"),
+        ("repetition_penalty", "1.1", r"in \[0.01, 100\]"),
     ],
 )
 def test_sampling_params(field: str, value: Any, rule: str) -> None:
@@ -66,11 +70,20 @@ def test_sampling_params_know_their_fields_and_are_frozen() -> None:
 
 def test_numbers_of_numpy() -> None:
     params = engine.SamplingParams(
-        np.float32(0.5), np.int64(3), np.float16(0.5), np.float64(0), np.uint8(7), np.int64(1), (), False, [np.int32(4)]
+        np.float32(0.5),
+        np.int64(3),
+        np.float16(0.5),
+        np.float64(0),
+        np.uint8(7),
+        np.int64(1),
+        (),
+        False,
+        [np.int32(4)],
+        np.float32(1.5),
     )
-    assert params == engine.SamplingParams(0.5, 3, 0.5, 0.0, 7, 1, stop_token_ids=[4])
+    assert params == engine.SamplingParams(0.5, 3, 0.5, 0.0, 7, 1, stop_token_ids=[4], repetition_penalty=1.5)
     values = (getattr(params, name) for name in params.__dataclass_fields__)
-    assert [type(value) for value in values] == [float, int, float, float, int, int, tuple, bool, tuple]
+    assert [type(value) for value in values] == [float, int, float, float, int, int, tuple, bool, tuple, float]
     config = engine.EngineConfig(num_draft_tokens=np.int64(2), max_batch_size=np.int32(3), max_length=np.int16(9))
     assert config == engine.EngineConfig(2, max_batch_size=3, max_length=9)
     assert {type(value) for value in (config.num_draft_tokens, config.max_batch_size, config.max_length)} == {int}

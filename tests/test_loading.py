@@ -299,18 +299,20 @@ def test_an_end_of_sequence_that_is_no_token(value: object) -> None:
 
 
 def test_settings_that_are_not_applied_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    off = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_new_tokens=0, suppress_tokens=[], num_beams=1)
-    sampling = dict(do_sample=True, temperature=0.7, top_p=0.8, top_k=20, max_new_tokens=7, eos_token_id=3)
+    off = dict(no_repeat_ngram_size=0, min_new_tokens=0, suppress_tokens=[], num_beams=1)
+    sampling = dict(
+        do_sample=True, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.1, max_new_tokens=7, eos_token_id=3
+    )
     config = folder / "generation_config.json"
     config.write_text(json.dumps(off | sampling))
     engine.load(folder)
     assert not caplog.text
-    config.write_text(json.dumps(off | sampling | dict(repetition_penalty=1.1, bad_words_ids=[[5]] * 30)))
+    config.write_text(json.dumps(off | sampling | dict(num_beams=4, bad_words_ids=[[5]] * 30)))
     engine.load(folder, drafter=str(folder))
     (record,) = caplog.records
     message = record.getMessage()
     assert "the target's generation_config.json" in message
-    assert message.endswith(": repetition_penalty=1.1, bad_words_ids=[[5], [5], [5], [5], [5], [5], ...]")
+    assert message.endswith(": num_beams=4, bad_words_ids=[[5], [5], [5], [5], [5], [5], ...]")
 
 
 def test_damaged_tokenizer(folder: Path) -> None:

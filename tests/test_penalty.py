@@ -1,0 +1,93 @@
+"""The repetition penalty: the logits of transformers' own processor, row by row, and its texts, with drafts and without."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import greedy, perturbed, random_prompts, tiny
+from tiny_tokenizer import VOCAB
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
+
+import engine
+from engine.penalty import penalise_repetition
+from engine.state import BatchState
+
+PENALTIES = [1.0, 1.3, 0.5]
+LENGTHS = [4, 1, 9]  # of the texts
+DRAFTS = torch.tensor([[3, 3, 7], [5, -1, -1], [-1, -1, -1]])
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    """Of a checkpoint that asks for a penalty."""
+    model = copy.deepcopy(tiny("llama", vocab_size=VOCAB))
+    model.generation_config.repetition_penalty = 1.3
+    return model
+
+
+@pytest.fixture
+def state() -> BatchState:
+    whole = BatchState.allocate(3, 12, torch.device("cpu"))
+    whole.tokens.copy_(torch.randint(0, 20, whole.tokens.shape, generator=torch.Generator().manual_seed(0)))
+    whole.seq_lens.copy_(torch.tensor(LENGTHS) - 1)
+    whole.repetition_penalty.copy_(torch.tensor(PENALTIES))
+    return whole.select(slice(0, 3), max_text_length=10, penalised=True)  # no text is as long
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_row_sees_its_own_text(state: BatchState, dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[1, 0, :3] = torch.tensor([float("-inf"), 0.0, float("nan")])
+    actual = penalise_repetition(logits.clone(), state, DRAFTS)
+    assert actual.dtype == torch.float32
+    for row, (penalty, length) in enumerate(zip(PENALTIES, LENGTHS, strict=True)):
+        processor = RepetitionPenaltyLogitsProcessor(penalty)
+        for column in range(4):
+            drafted = DRAFTS[row, :column]
+            text = torch.cat([state.tokens[row, :length], drafted[drafted >= 0]])
+            expected = processor(text[None], logits[row, column][None].float())[0]
+            assert torch.equal(actual[row, column].nan_to_num(99), expected.nan_to_num(99))
+
+
+def test_no_drafts(state: BatchState) -> None:
+    logits = torch.randn(3, 1, 20)
+    before = logits.clone()
+    actual = penalise_repetition(logits, state, DRAFTS[:, :0])
+    assert torch.equal(actual[0], before[0]) and not torch.equal(actual[1:], before[1:])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("drafter", [None, "ngram", "suffix", "model"])
+def test_greedy_text_is_that_of_transformers(target: PreTrainedModel, drafter: str | None, exact: bool) -> None:
+    prompts = random_prompts(5, seed=3, vocab_size=VOCAB)
+    params = engine.SamplingParams(max_new_tokens=24)
+    expected = [greedy(target, prompt, 24) for prompt in prompts]
+    llm = engine.load(
+        target, drafter=perturbed(target, 0.05) if drafter == "model" else drafter, exact=exact, max_batch_size=3
+    )
+    assert [output.token_ids for output in llm.generate(prompts, params)] == expected
+    assert drafter != "model" or llm.stats.accepted_tokens > 0
+    off = llm.generate(prompts, engine.SamplingParams(max_new_tokens=24, repetition_penalty=1))
+    assert [output.token_ids for output in off] != expected
+
+
+@pytest.mark.parametrize("filters", [{}, dict(top_k=20, top_p=0.9)])
+def test_sampled_text_is_the_same_with_drafts_under_coupled(target: PreTrainedModel, filters: dict) -> None:
+    prompts = random_prompts(4, seed=4, vocab_size=VOCAB)
+    params = [  # neighbours without a penalty, and with another
+        engine.SamplingParams(temperature=0.8, seed=i, max_new_tokens=20, repetition_penalty=penalty, **filters)
+        for i, penalty in enumerate([None, 1, 1.8, None])
+    ]
+    plain = engine.load(target, drafter=None, verification="coupled").generate(prompts, params)
+    llm = engine.load(target, drafter=perturbed(target, 0.05), verification="coupled")
+    assert [o.token_ids for o in llm.generate(prompts, params)] == [o.token_ids for o in plain]
+    alone = [llm.generate(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+    assert [o.token_ids for o in alone] == [o.token_ids for o in plain]
+
+
+def test_a_penalty_of_a_checkpoint_that_is_none(target: PreTrainedModel) -> None:
+    model = copy.deepcopy(target)
+    model.generation_config.repetition_penalty = -1.0
+    rule = r"repetition_penalty in the target's generation_config\.json must be in \[0.01, 100\], got -1\.0"
+    with pytest.raises(ValueError, match=rule):
+        engine.load(model)
