@@ -12,6 +12,7 @@ from tiny_models import tiny
 from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -52,7 +53,8 @@ def flat_target(vocab_size: int = VOCAB, num_hidden_layers: int = 1) -> PreTrain
 
 def law(target: PreTrainedModel, setting: dict[str, Any], prompt: list[int], length: int) -> dict[Text, float]:
     """Probability of every continuation of so many tokens."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(setting["temperature"])])
+    warpers = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(setting.get("repetition_penalty", 1.0))])
+    warpers += [TemperatureLogitsWarper(setting["temperature"])]
     if "top_k" in setting:
         warpers += [TopKLogitsWarper(setting["top_k"]), TopPLogitsWarper(setting["top_p"])]
     outcomes = list(itertools.product(range(target.config.vocab_size), repeat=length))

@@ -160,9 +160,11 @@ def test_exact_rounds_of_few_rows_are_those_of_many(drafter: str) -> None:
     assert graphs.replays > 20 and len(graphs) == captured == 3
 
 
-def test_sampled_tokens_too() -> None:
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_sampled_tokens_too(penalty: float) -> None:
     target = tiny("llama", max_position_embeddings=600)
-    params = [engine.SamplingParams(temperature=0.5 * (i % 3), top_p=0.9, seed=i, max_new_tokens=30) for i in range(6)]
+    shared: dict[str, Any] = dict(top_p=0.9, max_new_tokens=30, repetition_penalty=penalty)
+    params = [engine.SamplingParams(temperature=0.5 * (i % 3), seed=i, **shared) for i in range(6)]
     draft = perturbed(target, 0.05)
     eager = engine.load(target, drafter=draft, num_draft_tokens=3, max_batch_size=4)
     graphed = engine.load(target, drafter=draft, num_draft_tokens=3, max_batch_size=4)

@@ -4,15 +4,17 @@ import copy
 
 import pytest
 import torch
+from sampled_laws import RULES, SETTINGS, SOME, flat_target, p_value
 from tiny_models import greedy, perturbed, random_prompts, tiny
 from tiny_tokenizer import VOCAB
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 import engine
+from engine import round as round_
 from engine.penalty import penalise_repetition
 from engine.state import BatchState
 
-PENALTIES = [1.0, 1.3, 0.5]
+PENALTIES = [1.0, 1.25, 0.5]  # as float32 has them
 LENGTHS = [4, 1, 9]  # of the texts
 DRAFTS = torch.tensor([[3, 3, 7], [5, -1, -1], [-1, -1, -1]])
 
@@ -34,18 +36,18 @@ def state() -> BatchState:
     return whole.select(slice(0, 3), max_text_length=10, penalised=True)  # no text is as long
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_every_row_sees_its_own_text(state: BatchState, dtype: torch.dtype) -> None:
     logits = torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
     logits[1, 0, :3] = torch.tensor([float("-inf"), 0.0, float("nan")])
     actual = penalise_repetition(logits.clone(), state, DRAFTS)
-    assert actual.dtype == torch.float32
+    assert actual.dtype == torch.promote_types(dtype, torch.float32)
     for row, (penalty, length) in enumerate(zip(PENALTIES, LENGTHS, strict=True)):
         processor = RepetitionPenaltyLogitsProcessor(penalty)
         for column in range(4):
             drafted = DRAFTS[row, :column]
             text = torch.cat([state.tokens[row, :length], drafted[drafted >= 0]])
-            expected = processor(text[None], logits[row, column][None].float())[0]
+            expected = processor(text[None], logits[row, column][None].to(actual.dtype))[0]
             assert torch.equal(actual[row, column].nan_to_num(99), expected.nan_to_num(99))
 
 
@@ -83,6 +85,24 @@ def test_sampled_text_is_the_same_with_drafts_under_coupled(target: PreTrainedMo
     assert [o.token_ids for o in llm.generate(prompts, params)] == [o.token_ids for o in plain]
     alone = [llm.generate(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
     assert [o.token_ids for o in alone] == [o.token_ids for o in plain]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_text_has_the_law_of_penalised_logits(rule: str, setting: dict) -> None:
+    model = flat_target()
+    llm = engine.load(model, drafter=perturbed(model, 0.3), num_draft_tokens=2, verification=rule, max_batch_size=128)
+    assert p_value(llm, model, setting | {"repetition_penalty": 10.0}, SOME) > 1e-4
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_penalty_that_does_not_see_the_drafts_has_another_law(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    monkeypatch.setattr(
+        round_, "penalise_repetition", lambda logits, state, drafts: penalise_repetition(logits, state, 0 * drafts - 1)
+    )
+    model = flat_target()
+    llm = engine.load(model, drafter=perturbed(model, 0.3), num_draft_tokens=2, verification=rule, max_batch_size=128)
+    assert p_value(llm, model, SETTINGS[0] | {"repetition_penalty": 10.0}, SOME) < 1e-6
 
 
 def test_a_penalty_of_a_checkpoint_that_is_none(target: PreTrainedModel) -> None:
