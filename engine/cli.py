@@ -137,18 +137,21 @@ def generate(
     stop: options.Stop = None,
     stop_token_ids: options.StopTokenIds = None,
     ignore_eos: options.IgnoreEos = False,
+    logprobs: options.Logprobs = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Continue prompts: from the command line, a file or standard input.
 
-    With --json, each prompt gives one line with its index, text, token_ids, finish_reason and stats.
+    With --json, each prompt gives one line with its index, text, token_ids, finish_reason and stats, and logprobs if asked for.
     """
     from .config import SamplingParams
 
+    if logprobs and not as_json:
+        raise ValueError("--logprobs must be used with --json, which shows them")
     params = SamplingParams(
         temperature, top_k, top_p, min_p, max_new_tokens, seed, stop or (), ignore_eos, stop_token_ids or (),
-        repetition_penalty,
+        repetition_penalty, logprobs,
     )  # fmt: skip
     texts = read_prompts(prompts or [], prompts_file)
     items: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]

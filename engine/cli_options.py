@@ -129,6 +129,9 @@ StopTokenIds = Annotated[
 IgnoreEos = Annotated[
     bool, _option("--ignore-eos", help="Do not end at the model's end-of-sequence token.", panel=SAMPLING)
 ]
+Logprobs = Annotated[
+    bool, _option("--logprobs", help="With --json: the log-probability of each new token.", panel=SAMPLING)
+]
 Json = Annotated[bool, _option("--json", help="JSON on standard output, and nothing else there.")]
 Debug = Annotated[
     bool,

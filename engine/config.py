@@ -100,6 +100,7 @@ class SamplingParams:
         repetition_penalty: of tokens that the prompt or the text so far has, logits above 0 are divided by this number and others
             multiplied by it, as in `transformers` (Keskar et al., arXiv 1909.05858); in [0.01, 100]; 1: off. None: what the
             target's generation config says, else 1. Under every verification rule the text keeps the law of these logits.
+        logprobs: report, for each new token, the log of the probability that the target gave it.
 
     Raises:
         ValueError: naming the field, the value and the rule.
@@ -115,6 +116,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
     repetition_penalty: float | None = None
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         t, p, m = self.temperature, self.top_p, self.min_p
@@ -131,6 +133,7 @@ class SamplingParams:
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must be one or a list of non-empty strings, got {self.stop!r}")
         check_bool("ignore_eos", self.ignore_eos)
+        check_bool("logprobs", self.logprobs)
         checked |= {"stop": tuple(stop), "stop_token_ids": check_ints("stop_token_ids", self.stop_token_ids, 0)}
         if self.repetition_penalty is not None:
             checked["repetition_penalty"] = check_repetition_penalty("repetition_penalty", self.repetition_penalty)

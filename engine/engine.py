@@ -154,7 +154,7 @@ class Engine:
             batch_sizes: rows that will decode together; None: `max_batch_size`. For an `exact` engine, all are one.
             text_lengths: of prompts with their answers; one bucket for each power of two from 256 on. None: all buckets of
                 texts of up to 1024 tokens, or `max_length` if that is less.
-            params: as requests will have them: greedy or not, with or without filters.
+            params: as requests will have them: greedy or not, with or without filters, a penalty, log-probabilities.
             progress: show a bar on stderr.
 
         Raises:
@@ -181,7 +181,9 @@ class Engine:
             spans = request.text.take(last=request.finish_reason is not None) if request.text else ()
             text = "".join(span.text for span in spans) if request.text else None
             output = self._output(request) if request.finish_reason else None
-            yield Piece(text, request.token_ids[len(request.token_ids) - new :], spans, output)
+            begin = len(request.token_ids) - new
+            logprobs = request.logprobs[begin:] if request.params.logprobs else None
+            yield Piece(text, request.token_ids[begin:], spans, output, logprobs)
 
     def _lengths(self) -> FixedLength:
         if isinstance(self.config.num_draft_tokens, int):
@@ -265,7 +267,8 @@ class Engine:
         elif self.tokenizer is not None:  # the token that ended it is no part of the text, as in streams
             end = None if request.finish_reason == "length" else -1
             text = decode(self.tokenizer, request.token_ids[:end])
-        return Output(text, request.token_ids, request.prompt, request.finish_reason, request.stats)
+        logprobs = request.logprobs if request.params.logprobs else None
+        return Output(text, request.token_ids, request.prompt, request.finish_reason, request.stats, logprobs)
 
 
 def _raise_errors(requests: Sequence[Request], outputs: list[Output | None]) -> None:

@@ -15,6 +15,9 @@ class Output:
     prompt_token_ids: list[int]
     finish_reason: str  # "eos", "stop" or "length"
     stats: Stats
+    # Of each of token_ids, if asked for: the natural log of the target's probability for it, given the text before it, under the
+    # request's temperature, filters and penalty (what it was drawn from); of greedy texts the model's own, at temperature 1.
+    logprobs: list[float] | None = None
 
 
 class Span(NamedTuple):
@@ -32,3 +35,4 @@ class Piece:
     token_ids: list[int]  # all tokens of the round
     spans: tuple[Span, ...] = ()  # the text again, split by where it came from
     output: Output | None = None  # with the last piece: the whole
+    logprobs: list[float] | None = None  # of the tokens, if asked for

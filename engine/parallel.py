@@ -160,14 +160,14 @@ class Ranks:
         dist.broadcast(shared, src=0, group=self._group)
         return shared.tolist()
 
-    def end_round(self, rows: list[list[int]], seconds: Sequence[float]) -> list[float]:
+    def end_round(self, rows: Sequence[object], seconds: Sequence[float]) -> list[float]:
         """Compare a round's result, and learn how long it took rank 0: decisions that depend on times depend on its times.
 
         One message of a few bytes from each rank, after the result has come to the host; on GPUs the next round is under
         way by then.
 
         Args:
-            rows: what the running rows emitted.
+            rows: what the running rows emitted; anything whose repr says it all.
             seconds: measured by this rank; or other numbers that decisions depend on.
 
         Returns:

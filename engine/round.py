@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,15 @@ from .model import RaggedModel
 from .penalty import penalise_repetition
 from .state import BatchState, Proposal
 
-PACKED_EXTRA = 3  # columns after the tokens: number accepted, number proposed, status
+
+class RowResult(NamedTuple):
+    """What a round did to one row, on the host."""
+
+    tokens: list[int]  # K+1; -1 behind the new ones
+    num_accepted: int
+    num_proposed: int
+    status: int  # bits of `Status`
+    logprobs: list[float] | None  # of the tokens, if the round was asked for them
 
 
 @dataclass
@@ -40,8 +48,7 @@ class Round:
             trim: cuts what is not worth verifying from a proposal.
 
         Returns:
-            [B, K+1 + PACKED_EXTRA] int64: the new tokens (then -1), how many of them were drafted, how many drafts were
-            proposed, and the `Status` bits. Rows that are not active hold nothing of meaning.
+            Packed results, int64, for `unpack`, once they have come to the host. Rows that are not active hold nothing of meaning.
         """
         self.clock.mark()
         proposal = trim(self._propose(state, num_draft_tokens))
@@ -109,7 +116,12 @@ def _layout(proposal: Proposal) -> Hashable:
 def verify_and_commit(
     target: RaggedModel, state: BatchState, proposal: Proposal, verification: str
 ) -> tuple[Verdict, Tensor]:
-    """The target's call, the verdict on the drafts, and its tokens in the state; the second is `Round.run`'s result."""
+    """The target's call, the verdict on the drafts, and its tokens in the state.
+
+    Returns:
+        The verdict, and `Round.run`'s result: [B, 3 + K+1] int64, or [B, 3 + 2(K+1)] with log-probabilities, which are there as the
+        bits of float64.
+    """
     drafts = proposal.tokens
     num_proposed = (drafts >= 0).long().cumprod(dim=1).sum(dim=1)
     logits = target.decode(
@@ -130,10 +142,24 @@ def verify_and_commit(
         seed=state.seed,
         position=state.position,
         method=verification,
+        return_logprobs=state.logprobs,
     )
     state.commit(verdict)
-    extra = verdict.num_accepted, num_proposed, verdict.status
-    return verdict, torch.cat([verdict.tokens, *(column[:, None] for column in extra)], dim=1)
+    columns = [column[:, None] for column in (verdict.num_accepted, num_proposed, verdict.status)] + [verdict.tokens]
+    if verdict.logprobs is not None:
+        columns.append(verdict.logprobs.double().view(torch.int64))
+    return verdict, torch.cat(columns, dim=1)
+
+
+def unpack(packed: Tensor, with_logprobs: bool) -> list[RowResult]:
+    """The packed results of a round, row by row; `packed` is on the host."""
+    width = (packed.shape[1] - 3) // (2 if with_logprobs else 1)
+    rows = packed[:, : 3 + width].tolist()
+    logprobs = packed[:, 3 + width :].view(torch.float64).tolist() if with_logprobs else [None] * len(rows)
+    return [
+        RowResult(tokens, accepted, proposed, status, of_tokens)
+        for (accepted, proposed, status, *tokens), of_tokens in zip(rows, logprobs, strict=True)
+    ]
 
 
 def _broken_rule(proposal: Any, state: BatchState, vocab_size: int) -> str:

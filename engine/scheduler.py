@@ -24,6 +24,7 @@ class Request:
     text: TextStream | None  # where text is needed on the way: streaming or stop strings
     stop_token_ids: frozenset[int] = frozenset()
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of these, where they are asked for
     finish_reason: str | None = None
     error: str | None = None  # why it has no output
     slot: int = -1

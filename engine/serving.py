@@ -18,7 +18,7 @@ from .draft_length import FixedLength
 from .graphs import bucket, on_device
 from .metrics import Stats
 from .parallel import Ranks
-from .round import PACKED_EXTRA, Round
+from .round import Round, RowResult, unpack
 from .scheduler import PREFILL_TOKENS, Request, Scheduler, prefill_chunk
 from .state import BatchState, Proposal
 
@@ -31,6 +31,7 @@ class Launched:
     """A round that is under way."""
 
     packed: Tensor  # on the host, complete when `arrived` has passed
+    with_logprobs: bool
     arrived: torch.cuda.Event | None
     requests: dict[int, Request]  # by slot
     asked: int  # drafts
@@ -204,6 +205,7 @@ class Server:
             max_limit=max(request.limit for request in requests),
             filtered=any(p.temperature and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
             penalised=any(p.repetition_penalty != 1 for p in params),
+            logprobs=any(p.logprobs for p in params),
             all_greedy=all(p.temperature == 0 for p in params),
             coupled=self._config.verification == "coupled",
             may_end_early=len(requests) == 1 and self._config.num_draft_tokens == "auto",
@@ -229,7 +231,7 @@ class Server:
             if self._late:  # the next round may write over it
                 packed, arrived = _sent_to_host(packed)
         usual = self._round.graphs.set_up == set_up
-        return Launched(packed, arrived, running, asked, begin, usual, self._round.clock.take())
+        return Launched(packed, state.logprobs, arrived, running, asked, begin, usual, self._round.clock.take())
 
     def _ends_early(self, state: BatchState) -> bool:
         """Whether the drafter stops by itself where drafting on would not pay, and what it drafts can be cut after it."""
@@ -248,18 +250,19 @@ class Server:
         """Give a round's tokens to its requests."""
         if launched.arrived is not None:
             launched.arrived.synchronize()
-        packed = launched.packed.tolist()
+        results = unpack(launched.packed, launched.with_logprobs)
         draft_seconds, verify_seconds = launched.spans()
         other_seconds = verify_seconds if self._late else time.perf_counter() - launched.begin - draft_seconds
         # Some may have ended in the round before, which had not been read when this one began.
         going = [request for request in launched.requests.values() if not request.ended]
         told = draft_seconds, other_seconds, float(launched.usual)
-        drafting, other, usual = self._ranks.end_round([packed[request.slot] for request in going], told)
-        news = [self._collect(request, packed[request.slot], launched.asked) for request in going]
+        of_rows = [results[request.slot] for request in going]
+        drafting, other, usual = self._ranks.end_round([result._replace(logprobs=None) for result in of_rows], told)
+        news = [self._collect(*each, launched.asked) for each in zip(going, of_rows, strict=True)]
         if self._round.target.skips_padding:
-            size = sum(packed[request.slot][-PACKED_EXTRA + 1] for request in going)
+            size = sum(result.num_proposed for result in of_rows)
         else:
-            size = launched.packed.shape[1] - PACKED_EXTRA - 1
+            size = len(results[0].tokens) - 1
         self._lengths.observe_times(len(launched.requests), launched.asked, size, drafting, other, bool(usual))
         self._add_times(self._stats, draft_seconds, verify_seconds)
         for request, new in zip(going, news, strict=True):
@@ -270,9 +273,9 @@ class Server:
                 self._state.limits[request.slot] = 0
             yield request, new
 
-    def _collect(self, request: Request, packed: list[int], asked: int) -> int:
+    def _collect(self, request: Request, result: RowResult, asked: int) -> int:
         """Append a round's tokens to a request, up to the one that ends it; returns how many."""
-        accepted, proposed, status = packed[-PACKED_EXTRA:]
+        tokens, accepted, proposed, status, logprobs = result
         if status & _FATAL:
             self._round.target.cache.clear(request.slot)
             request.error = (
@@ -283,10 +286,10 @@ class Server:
         if status & _INVALID_DRAFT and not self._warned:
             self._warned = True
             logger.warning("the drafter returned logits that are no distribution; its drafts are ignored there")
-        self._lengths.observe(request.slot, packed[: accepted + 1], accepted, proposed, asked)
+        self._lengths.observe(request.slot, tokens[: accepted + 1], accepted, proposed, asked)
         before = len(request.token_ids)
         for column in range(accepted + 1):
-            self._append(request, packed[column], drafted=column < accepted)
+            self._append(request, tokens[column], drafted=column < accepted)
             if request.ended:
                 if request.text:
                     request.text.finish()
@@ -294,6 +297,8 @@ class Server:
                         request.finish_reason = "stop"
                 break
         new = len(request.token_ids) - before
+        if logprobs is not None and request.params.logprobs:
+            request.logprobs += logprobs[:new]
         for stats in (request.stats, self._stats):
             stats.add_round(proposed, accepted, new)
         return new

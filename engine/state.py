@@ -45,6 +45,7 @@ class BatchState:
     prompt_lengths: tuple[int, ...] = ()  # of each row, in a drafter's prefill
     filtered: bool = False  # some row uses top-k, top-p or min-p
     penalised: bool = False  # some row has a repetition penalty
+    logprobs: bool = False  # some row wants those of its tokens
     all_greedy: bool = True  # every row has temperature 0
     coupled: bool = False  # verification is "coupled": drafts are drawn with the target's own noise
     # Drawn drafts may end where drafting on would not pay: one row, so that none depends on others, of an engine with "auto".
@@ -69,7 +70,7 @@ class BatchState:
         """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64.
 
         `known` are the fields that the host sets: max_text_length, max_limit, prompt_lengths, filtered,
-        penalised, all_greedy, coupled and may_end_early.
+        penalised, logprobs, all_greedy, coupled and may_end_early.
         """
         cut: dict[str, Any] = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.type is Tensor}
         return replace(self, **cut, **known, rows=rows)
@@ -78,7 +79,8 @@ class BatchState:
     def key(self) -> tuple[int, ...]:
         """All that is not in tensors; work on states of equal keys, cut from one whole, is the same work."""
         rows = (self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else (-1, self.rows.data_ptr())
-        return (*rows, self.max_text_length, self.filtered, self.penalised, self.all_greedy, self.coupled)
+        flags = self.filtered, self.penalised, self.logprobs, self.all_greedy, self.coupled
+        return (*rows, self.max_text_length, *flags)
 
     @property
     def slots(self) -> list[int]:

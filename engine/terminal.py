@@ -64,6 +64,7 @@ def output_record(output: "Output") -> dict[str, Any]:
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
         "stats": output.stats.as_dict(),
+        **({} if output.logprobs is None else {"logprobs": output.logprobs}),
     }
 
 

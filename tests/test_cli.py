@@ -93,6 +93,16 @@ def test_generate_json(engines: list[FakeEngine], capsys: pytest.CaptureFixture[
     assert records[0]["stats"]["acceptance_rate"] == 0.5
 
 
+def test_logprobs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "-t", str(checkpoint), "--max-length", "64", "-n", "5", "ab"]
+    assert cli.main([*asked, "--json", "--logprobs"]) == 0 and cli.main([*asked, "--json"]) == 0
+    with_them, without = json_lines(capsys.readouterr().out)
+    assert len(with_them["logprobs"]) == len(with_them["token_ids"]) and max(with_them["logprobs"]) < 0
+    assert "logprobs" not in without and without["token_ids"] == with_them["token_ids"]
+    assert cli.main([*asked, "--logprobs"]) == 2
+    assert "--logprobs must be used with --json" in capsys.readouterr().err
+
+
 def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.write_json({"a": float("nan"), "b": [1.5, float("inf")]})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1.5, None]}

@@ -164,13 +164,16 @@ def test_exact_rounds_of_few_rows_are_those_of_many(drafter: str) -> None:
 def test_sampled_tokens_too(penalty: float) -> None:
     target = tiny("llama", max_position_embeddings=600)
     shared: dict[str, Any] = dict(top_p=0.9, max_new_tokens=30, repetition_penalty=penalty)
-    params = [engine.SamplingParams(temperature=0.5 * (i % 3), seed=i, **shared) for i in range(6)]
+    params = [engine.SamplingParams(temperature=0.5 * (i % 3), seed=i, logprobs=i < 3, **shared) for i in range(6)]
     draft = perturbed(target, 0.05)
     eager = engine.load(target, drafter=draft, num_draft_tokens=3, max_batch_size=4)
     graphed = engine.load(target, drafter=draft, num_draft_tokens=3, max_batch_size=4)
     graphs = with_graphs(graphed, late=False)
     expected = eager.generate(random_prompts(6), params)
-    assert [o.token_ids for o in graphed.generate(random_prompts(6), params)] == [o.token_ids for o in expected]
+    actual = graphed.generate(random_prompts(6), params)
+    assert [o.token_ids for o in actual] == [o.token_ids for o in expected]
+    for one, other in zip(actual[:3], expected[:3], strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     assert graphs.replays > 10
 
 
