@@ -73,6 +73,9 @@ class RaggedModel:
         if reason is not None and self.device.type == "cuda":
             logger.warning("the %s runs without CUDA graphs: %s", role, reason)
         self.vocab_size = vocab_size(model)
+        self.known_ids: int | None = (
+            None  # if set, ids from here on, which the model does not have, are read as token 0
+        )
         self.context_length = context_length(self.config)
         granularity = EXACT_KV_GRANULARITY if exact else KV_GRANULARITY
         self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
@@ -197,10 +200,11 @@ class RaggedModel:
         if self.skips_padding and len(tokens) > 1 and 0 < int(num_valid.sum()) < valid.numel() + (compiled is not None):
             taken = valid.flatten().nonzero()[:, 0]
         self.cache.plan_call(rows, positions, valid, num_valid, kv_length, taken)
+        read = valid if self.known_ids is None else valid & (tokens < self.known_ids)
         # Padding must stay inside a learned position table, and must see at least one key.
         position_ids = positions.clamp(max=self.context_length - 1)
         arguments: dict[str, Any] = dict(
-            input_ids=tokens.where(valid, 0),
+            input_ids=tokens.where(read, 0),
             position_ids=position_ids,
             attention_mask=None if self._attention.ragged else self._masks(position_ids, compiled is not None),
             past_key_values=self.cache,

@@ -136,6 +136,7 @@ LAW_CASES: list[Any] = [
     ("block", dict(temperature=0.7, top_k=5, top_p=0.9), {}, 8_000),
     ("coupled", dict(temperature=1.0), {}, 8_000),
     ("rejection", dict(temperature=1.0), {"greedy": True}, 8_000),
+    ("rejection", dict(temperature=1.0, repetition_penalty=1.5), {}, 8_000),
     *(
         pytest.param(verification, setting, options, 200_000, marks=pytest.mark.slow)
         for verification in ("rejection", "block", "coupled")

@@ -1,17 +1,23 @@
 """The repetition penalty: the logits of transformers' own processor, row by row, and its texts, with drafts and without."""
 
 import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from sampled_laws import RULES, SETTINGS, SOME, flat_target, p_value
 from tiny_models import greedy, perturbed, random_prompts, tiny
-from tiny_tokenizer import VOCAB
+from tiny_tokenizer import VOCAB, byte_tokenizer
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 import engine
 from engine import round as round_
-from engine.penalty import penalise_repetition
+from engine.drafters.draft_vocabulary import DraftVocabulary
+from engine.drafters.intersection import IntersectionDraftModel
+from engine.drafters.staged import StagedDraftModel
+from engine.penalty import penalise_drafter, penalise_repetition
 from engine.state import BatchState
 
 PENALTIES = [1.0, 1.25, 0.5]  # as float32 has them
@@ -51,6 +57,16 @@ def test_every_row_sees_its_own_text(state: BatchState, dtype: torch.dtype) -> N
             assert torch.equal(actual[row, column].nan_to_num(99), expected.nan_to_num(99))
 
 
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_the_last_row_is_behind_all_drafts(state: BatchState, width: int) -> None:
+    logits = torch.randn(3, 5, 20)
+    whole = penalise_repetition(logits.clone(), state, pad(DRAFTS, (1, 0), value=2))
+    assert torch.equal(
+        penalise_drafter(logits[:, 5 - width :], state, [DRAFTS[:, :0], pad(DRAFTS, (1, 0), value=2)]),
+        whole[:, 5 - width :],
+    )
+
+
 def test_no_drafts(state: BatchState) -> None:
     logits = torch.randn(3, 1, 20)
     before = logits.clone()
@@ -85,6 +101,50 @@ def test_sampled_text_is_the_same_with_drafts_under_coupled(target: PreTrainedMo
     assert [o.token_ids for o in llm.generate(prompts, params)] == [o.token_ids for o in plain]
     alone = [llm.generate(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
     assert [o.token_ids for o in alone] == [o.token_ids for o in plain]
+
+
+@pytest.mark.parametrize("rule", [None, *RULES])  # None: greedy
+@pytest.mark.parametrize("kind", ["model", "staged", "layer_skip:2", "other vocabulary", "smaller vocabulary"])
+def test_drafts_have_the_penalty_too(kind: str, rule: str | None) -> None:
+    """A drafter that is the target itself is always right."""
+    target = tiny("llama", dtype=torch.float32, vocab_size=VOCAB, num_hidden_layers=2)
+    drafter: Any = copy.deepcopy(target)
+    if kind == "staged":
+        drafter = StagedDraftModel(drafter)
+    elif kind == "other vocabulary":
+        drafter = IntersectionDraftModel(drafter, byte_tokenizer(), byte_tokenizer())
+    elif kind == "smaller vocabulary":
+        drafter.resize_token_embeddings(VOCAB - 1)
+        drafter = engine.DraftModel(drafter, byte_tokenizer())
+    elif kind == "layer_skip:2":
+        drafter = kind
+    llm = engine.load(target, drafter, num_draft_tokens=4, verification=rule or "rejection", tokenizer=byte_tokenizer())
+    shared: dict[str, Any] = dict(max_new_tokens=24, ignore_eos=True, repetition_penalty=1.6)
+    params = [engine.SamplingParams(temperature=0.9 * (rule is not None), seed=seed, **shared) for seed in range(4)]
+    outputs = llm.generate([[5, 3, VOCAB - 1, 5, 3], [4], [9, 8, 7], [VOCAB - 1, 2]], params)
+    if kind == "smaller vocabulary":  # it cannot read the last id
+        outputs = outputs[1:3]
+    least = 0.7 if kind == "smaller vocabulary" and rule else 0.99
+    assert all(output.stats.acceptance_rate > least and output.stats.draft_tokens > 15 for output in outputs)
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_a_draft_vocabulary_knows_its_places(state: BatchState, blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The penalty on draft logits is that on the logits of the target's ids."""
+    monkeypatch.setattr(BatchState, "can_look", not blind)
+    ids = torch.tensor([1, 4, 5, 9, 13, 18])
+    vocabulary = DraftVocabulary(ids, 20, torch.randn(20, 8))
+    seen = vocabulary.seen(state)
+    assert seen is not None
+    hidden = torch.randn(3, 1, 8)
+    logits = vocabulary.widened(torch.randn(3, 1, len(ids)), hidden, seen)
+    drafts = torch.tensor([[4, 11], [5, -1], [0, 18]])
+    places = partial(vocabulary.places, seen=seen)
+    actual = vocabulary.of_target(penalise_repetition(logits.clone(), state, drafts, places), seen)
+    drafted = vocabulary.of_target(logits, seen) > -torch.inf
+    expected = penalise_repetition(vocabulary.of_target(logits, seen), state, drafts)
+    assert torch.equal(actual, expected) and not torch.equal(actual, vocabulary.of_target(logits, seen))
+    assert 6 < drafted.sum(dim=-1).min() < 20
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

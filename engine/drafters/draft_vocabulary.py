@@ -42,7 +42,9 @@ class DraftVocabulary:
         self.ids, self.vocab_size = ids, vocab_size
         self._output = output
         self._is_targets = len(ids) == vocab_size and bool((ids == torch.arange(vocab_size, device=ids.device)).all())
-        self._own = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
+        place = torch.arange(len(ids), device=ids.device)
+        self._place = torch.full((vocab_size,), -1, device=ids.device).index_copy(0, ids, place)
+        self._own = self._place >= 0
 
     def seen(self, state: BatchState) -> SeenTokens | None:
         """The tokens outside the draft vocabulary that each text has, the latest MAX_SEEN; None if those are not drafted."""
@@ -79,6 +81,15 @@ class DraftVocabulary:
             return logits
         more = (hidden @ seen.rows.mT).masked_fill(~seen.valid[:, None], -torch.inf)
         return torch.cat([logits, more], dim=-1)
+
+    def places(self, ids: Tensor, seen: SeenTokens | None) -> Tensor:
+        """Where in such logits the ids [B, W, N] of a text stand, behind the last if nowhere; and the S seen tokens, which are of
+        the text: [B, W, N + S] int64.
+        """
+        num_own, num_seen = len(self.ids), 0 if seen is None else seen.ids.shape[1]
+        places = self._place[ids]
+        behind = torch.arange(num_own, num_own + num_seen, device=ids.device).expand(*ids.shape[:2], -1)
+        return torch.cat([places.where(places >= 0, num_own + num_seen), behind], dim=2)
 
     def target_ids(self, tokens: Tensor, seen: SeenTokens | None) -> Tensor:
         """Ids [B, 1] of such logits, -1 for none, as the target's."""

@@ -1,6 +1,7 @@
 """Drafting with an EAGLE head, as a chain; the network is in `eagle_model.py`."""
 
 from collections.abc import Hashable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..config import check_bool, check_instance, is_number
 from ..graphs import bucket
 from ..model import RaggedModel
 from ..packing import pack_linears
+from ..penalty import penalise_repetition
 from ..state import BatchState, Proposal, Verdict
 from .draft_vocabulary import DraftVocabulary, SeenTokens
 from .eagle_files import build
@@ -162,15 +164,18 @@ class EagleDrafter:
         hidden = self._catch_up(state)
         can_draft = (state.seq_lens > 0)[:, None]  # a text of one token has no hidden state yet
         reach = torch.ones_like(can_draft, dtype=torch.float32)
-        tokens, seen = state.tokens[:, :0], self._vocabulary.seen(state)
+        drafts, seen = state.tokens[:, :0], self._vocabulary.seen(state)
         for step in range(num_draft_tokens):
             if step:
                 at = state.seq_lens + step - 1
                 inside = ((at < state.limits) & can_draft[:, 0]).long()
-                hidden = self._call(state, tokens, at, inside, step, hidden)
-            proposal, sure = self._draw(state, self._logits(hidden, seen), seen, step)
-            tokens = proposal.tokens
-            yield proposal._replace(tokens=tokens.where(can_draft, -1))
+                hidden = self._call(state, drafts[:, -1:], at, inside, step, hidden)
+            logits = self._logits(hidden, seen)
+            if state.penalised:
+                logits = penalise_repetition(logits, state, drafts, partial(self._vocabulary.places, seen=seen))
+            proposal, sure = self._draw(state, logits, seen, step)
+            drafts = torch.cat([drafts, proposal.tokens], dim=1)
+            yield proposal._replace(tokens=proposal.tokens.where(can_draft, -1))
             if self.ends_early(state):
                 reach = reach * sure
                 if not bool((reach[state.active] >= self.min_reach).any()):

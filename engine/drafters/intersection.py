@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import check_instance
 from ..model import RaggedModel
+from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
 from .model import DraftModel
 from .own_texts import OwnTexts, Translation
@@ -69,11 +70,12 @@ class IntersectionDraftModel(DraftModel):
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw token after token, each row under its own temperature and filters."""
         texts = self._own.follow(state)
-        logits = self._own.begin(state, texts)
-        steps = [self._draw(state, self._in_target_ids(logits), 0)]
+        logits = self._in_target_ids(self._own.begin(state, texts))
+        steps = [self._draw(state, penalise_drafter(logits, state), 0)]
         for step in range(1, num_draft_tokens):
-            logits = self._own.step(self._counterparts[steps[-1][0].clamp(min=0)])
-            steps.append(self._draw(state, self._in_target_ids(logits), step))
+            logits = self._in_target_ids(self._own.step(self._counterparts[steps[-1][0].clamp(min=0)]))
+            logits = penalise_drafter(logits, state, [tokens for tokens, _, _ in steps])
+            steps.append(self._draw(state, logits, step))
         proposal = self._proposal(state, steps)
         # A text of nothing but special tokens that the drafter does not have is empty for it.
         drafting = torch.tensor([bool(text and text.ids) for text in texts], device=logits.device)

@@ -13,6 +13,7 @@ from ..backend import DRAFT, SAMPLE, sample
 from ..config import check_bool, check_int
 from ..decoder_layers import DecoderLayers
 from ..model import RaggedModel
+from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
 from ..support import TESTED
 from .proposals import likeliest, side_by_side
@@ -89,13 +90,15 @@ class LayerSkipDrafter:
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw token after token, each row under its own temperature and filters; or the likeliest, if `greedy`."""
         assert self._decoder is not None
-        tokens, steps = state.gather(state.seq_lens[:, None]), []
+        tokens = state.gather(state.seq_lens[:, None])
+        steps: list[Proposal] = []
         with self._decoder.only(self.layers):
             for step in range(num_draft_tokens):
                 start = state.seq_lens + step
                 inside = (start + 1 < state.limits).long()
                 length = state.max_text_length + step
                 logits = self.target.call(tokens.clamp(min=0), start, inside, state.rows, length, keep_hidden=False)
+                logits = penalise_drafter(logits, state, [drawn.tokens for drawn in steps])
                 steps.append(likeliest(logits) if self.greedy else _drawn(state, logits, step))
                 tokens = steps[-1].tokens
         return side_by_side(steps)

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal
 from .head_files import HeadFiles, fill, write_head
 from .hidden_head import HiddenHeadDrafter
@@ -79,7 +80,7 @@ class MedusaDrafter(HiddenHeadDrafter):
         if hidden is None:
             return nothing(state)
         logits = self.model(hidden[:, 0], min(num_draft_tokens, self.model.num_heads))
-        return self._draw(state, logits, 0)
+        return self._draw(state, penalise_drafter(logits, state), 0)  # no head knows the others' drafts
 
 
 def build(files: HeadFiles) -> MedusaHeads:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, rms_norm
 
 from ..config import check_int, is_number
+from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal
 from .head_files import HeadFiles, fill, write_head
 from .hidden_head import HeadModel, HiddenHeadDrafter
@@ -165,6 +166,7 @@ class MlpSpeculatorDrafter(HiddenHeadDrafter):
         reach: Tensor | float = 1.0
         for step in range(min(num_draft_tokens, self.model.num_steps)):
             inner, logits = self.model(step, inner, tokens)
+            logits = penalise_drafter(logits, state, [drawn.tokens for drawn in steps])
             steps.append(self._draw(state, logits, step))
             tokens = steps[-1].tokens.clamp(min=0)
             if steps[-1].confidence is not None and state.can_look:

@@ -11,6 +11,7 @@ from ..backend import DRAFT, SAMPLE, RowStats, row_stats, sample
 from ..config import check_bool, check_instance
 from ..graphs import bucket
 from ..model import RaggedModel
+from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
 from .proposals import probability
 
@@ -48,6 +49,9 @@ class DraftModel:
     def attach(self, target: RaggedModel) -> None:
         """Make a cache for the target's slots; drafts are drawn from ids that both models have."""
         self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
+        embeddings: Any = self.model.get_input_embeddings()
+        if target.vocab_size > embeddings.num_embeddings:
+            self._ragged.known_ids = embeddings.num_embeddings
         self._shared_vocab_size = min(self._ragged.vocab_size, target.vocab_size)
 
     @property
@@ -71,11 +75,12 @@ class DraftModel:
         ends = state.gather(start[:, None] + torch.arange(width, device=start.device))
         logits = self._decode(state, ends, start, fed, extra=0)
         last = (fed - 1).clamp(min=0)[:, None, None].expand(-1, -1, logits.shape[-1])
-        steps = [self._draw(state, logits.gather(1, last), 0)]
+        steps = [self._draw(state, penalise_drafter(logits.gather(1, last), state), 0)]
         for step in range(1, num_draft_tokens):
             start = state.seq_lens + step
             inside = (start < state.limits).long()
             logits = self._decode(state, steps[-1][0].clamp(min=0), start, inside, extra=step)
+            logits = penalise_drafter(logits, state, [tokens for tokens, _, _ in steps])
             steps.append(self._draw(state, logits, step))
         return self._proposal(state, steps)
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..backend import RowStats
 from ..config import check_int
+from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
 from .base import Drafter
 from .model import DraftModel
@@ -80,7 +81,8 @@ class StagedDraftModel(DraftModel):
             )
             at = (fed - 1)[:, None] + torch.arange(guesses.shape[1] + 1, device=fed.device)
             at = at.clamp(0, logits.shape[1] - 1)[..., None].expand(-1, -1, logits.shape[-1])
-            drafts.append(guesses, *self._draw(state, logits.gather(1, at), drafts.count))
+            logits = penalise_drafter(logits.gather(1, at), drafts.state(), [guesses])
+            drafts.append(guesses, *self._draw(state, logits, drafts.count))
             # What the model has not read is the last draft.
             start, fed, width = state.seq_lens + drafts.count, drafts.unfinished.long(), 1
             self.num_calls += 1
