@@ -118,8 +118,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[_Part], s
             attn_mask=part.mask,
             scale=scaling,
         )
-        outputs.append(output.reshape(batch, heads, -1, head_dim))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
+        outputs.append(output.reshape(batch, heads, -1, value.shape[-1]))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2).contiguous()
 
 
 def _parts(plan: CallPlan, rows: slice, width: int, mask: Tensor, group: int, dtype: torch.dtype) -> list[_Part]:

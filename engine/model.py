@@ -15,7 +15,16 @@ from .compiled import CompiledForward
 from .decoder_layers import DecoderLayers, outputs_of
 from .errors import UnsupportedModelError
 from .hidden_states import HiddenStates
-from .support import TESTED, check_supported, context_length, head_sizes, vocab_size, why_eager
+from .support import (
+    TESTED,
+    WINDOW_IN_MASK_ALONE,
+    check_supported,
+    context_length,
+    head_sizes,
+    vocab_size,
+    why_eager,
+    windows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +33,14 @@ logger = logging.getLogger(__name__)
 EXACT_KV_GRANULARITY = 512
 KV_GRANULARITY = 64
 EXACT_WIDTH = 8  # columns of every exact decode call; more drafts take several calls
-PREFILL_WIDTH = 512
+PREFILL_WIDTH = 512  # at most, of a call that reads prompts
 
 
 def uses_ragged_kernel(model: PreTrainedModel) -> bool:
     """Whether attention and the scatter of K/V are ours, in place of a mask; the kernels pay on a GPU."""
     if model.device.type != "cuda" or model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if model.config.get_text_config().model_type in WINDOW_IN_MASK_ALONE and any(windows(model.config).values()):
         return False
     sizes = head_sizes(model.config)
     return len(sizes) == 1 and max(sizes) <= MAX_HEAD_DIM
@@ -236,11 +247,11 @@ class RaggedModel:
             UnsupportedModelError: if they differ by more than rounding.
         """
         tokens = torch.arange(6, device=self.device)[None] % self.vocab_size
-        with torch.no_grad():
-            plain = self.model(input_ids=tokens, use_cache=False).logits[0, 3:].float()
         one = torch.ones(1, dtype=torch.int64, device=self.device)
         self.cache.reserve(tokens.shape[1])
         try:
+            with torch.no_grad():
+                plain = self.model(input_ids=tokens, use_cache=False).logits[0, 3:].float()
             self.prefill(tokens, [(0, 3)], slice(0, 1))
             ragged = self.decode(tokens[:, 3:], 3 * one, 3 * one, slice(0, 1), 6)[0].float()
         except Exception as error:
@@ -248,7 +259,7 @@ class RaggedModel:
                 f"{role} of type {self.config.model_type!r} cannot be called over a ragged cache: {error}"
             ) from error
         difference, scale = (ragged - plain).abs().max(), plain.std()
-        if difference > 0.1 * scale:
+        if not difference <= 0.1 * scale:  # NaN is not
             raise UnsupportedModelError(
                 f"{role} of type {self.config.model_type!r} gives other logits over a ragged cache than in a plain call "
                 f"(difference {difference:.2g} at a standard deviation of {scale:.2g})"

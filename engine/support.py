@@ -17,6 +17,8 @@ TESTED = frozenset(
         *("opt", "gpt_neox", "phi", "phi3", "falcon", "olmo2", "starcoder2", "smollm3", "gpt_oss"),
     )
 )
+# These tell their attention function of a window by the mask alone, which our kernel on a GPU does without.
+WINDOW_IN_MASK_ALONE = frozenset({"phimoe", "qwen2_moe"})
 _ATTENTION = {"full_attention", "sliding_attention"}  # layer types whose K/V can be rolled back
 _RECURRENT = {
     "mamba",
@@ -53,6 +55,10 @@ def check_config(config: PretrainedConfig, role: str) -> None:
             f"{role} of type {name!r} uses ALiBi, which derives positions from a 2D mask: rows of different length in "
             f"one static cache cannot be told to it"
         )
+    if getattr(text, "use_bidirectional_attention", None) is True:
+        raise UnsupportedModelError(
+            f"{role} of type {name!r} attends to later tokens too (use_bidirectional_attention)"
+        )
     other = set(getattr(text, "layer_types", None) or ()) - _ATTENTION
     if other or name in _RECURRENT:
         kinds = ", ".join(sorted(other)) or "recurrent"
@@ -81,7 +87,7 @@ def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
         raise UnsupportedModelError(
             f"{role} must have all parameters on one device, and none on 'meta', got {sorted(map(str, devices))}"
         )
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not getattr(text, "layer_types", None):
         raise UnsupportedModelError(f"{role} of type {name!r} has recurrent state, which cannot be rolled back")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise UnsupportedModelError(f"{role} of type {name!r} takes no position_ids, which a ragged batch needs")
@@ -94,13 +100,24 @@ def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
         raise UnsupportedModelError(
             f"{role} must be a causal language model, got {type(model).__name__} without a head"
         )
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    window = getattr(text, "sliding_window", None)
-    if getattr(text, "use_sliding_window", None) is False:
+    return windows(config)
+
+
+def windows(config: PretrainedConfig) -> dict[str, int | None]:
+    """The attention windows by layer type, as `check_supported` returns them; what a class does not know is no window."""
+    text = config.get_text_config()
+    layer_types = set(getattr(text, "layer_types", None) or ()) if _declares(text, "layer_types") else set()
+    window = getattr(text, "sliding_window", None) if layer_types or _declares(text, "sliding_window") else None
+    if _declares(text, "use_sliding_window") and text.use_sliding_window is False:
         window = None
     if "sliding_attention" in layer_types:
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(layer_types)}
     return {"all": None if layer_types else window}
+
+
+def _declares(config: PretrainedConfig, name: str) -> bool:
+    """Whether models of this class know the name; a config keeps whatever else its file has."""
+    return config.attribute_map.get(name, name) in inspect.signature(type(config)).parameters
 
 
 def why_eager(model: PreTrainedModel) -> str | None:
@@ -134,8 +151,9 @@ def head_sizes(config: PretrainedConfig) -> set[int]:
     """Elements of a query, key or value of one head: one number for most models, none where the config does not tell."""
     text = config.get_text_config()
     names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
-    given = {size for name in names if (size := getattr(text, name, None))}
-    hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    layers = list(getattr(text, "per_layer_config", ())) or [text]
+    given = {size for layer in layers for name in names if (size := getattr(layer, name, None))}
+    hidden, heads = getattr(layers[0], "hidden_size", None), getattr(layers[0], "num_attention_heads", None)
     if not given and isinstance(hidden, int) and isinstance(heads, int):
         return {hidden // heads}
     return given

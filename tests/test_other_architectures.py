@@ -1,0 +1,151 @@
+"""Architectures that are known by their probe alone, and configs whose keys their models do not know."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_architectures import NEW
+from tiny_models import WINDOW, greedy, random_prompts, tiny
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import engine
+from engine.model import uses_ragged_kernel
+from engine.support import head_sizes
+
+LONG = list(range(3, 30))  # a prompt that is longer than a window
+GROUPED: dict[str, Any] = dict(num_key_value_heads=2, head_dim=8)
+MIXED = ["sliding_attention", "full_attention"] * 2
+EXPERTS: dict[str, Any] = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+ROUTED: dict[str, Any] = dict(
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1
+)
+LATENT: dict[str, Any] = dict(  # multi-head latent attention, whose values are of another size than its keys
+    num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=6
+)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "afmoe": dict(**GROUPED, **EXPERTS, num_dense_layers=1, num_hidden_layers=4, sliding_window=WINDOW),
+    "apertus": GROUPED,
+    "cohere": GROUPED,
+    "cohere2": dict(**GROUPED, sliding_window=WINDOW, num_hidden_layers=4),
+    "deepseek_v3": dict(**LATENT, **ROUTED, first_k_dense_replace=1),
+    "ernie4_5": GROUPED,
+    "exaone4": dict(**GROUPED, sliding_window=WINDOW, num_hidden_layers=4, layer_types=MIXED),
+    "gemma": GROUPED,
+    "gemma4_text": dict(
+        **GROUPED, sliding_window=WINDOW, num_hidden_layers=4, layer_types=MIXED, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=64, num_kv_shared_layers=2, enable_moe_block=False,
+    ),
+    "glm4": GROUPED,
+    "glm4_moe": dict(**GROUPED, **ROUTED, n_shared_experts=1, first_k_dense_replace=1),
+    "glm4_moe_lite": dict(**LATENT, **ROUTED, n_shared_experts=1, first_k_dense_replace=1),
+    "granite": GROUPED,
+    "granitemoehybrid": dict(  # without recurrent layers
+        **GROUPED, num_local_experts=0, shared_intermediate_size=48, layer_types=["attention"] * 2,
+        position_embedding_type="rope", mamba_n_heads=4, mamba_d_head=16,
+    ),
+    "hunyuan_v1_dense": GROUPED,
+    "nemotron": GROUPED,
+    "olmo3": dict(**GROUPED, sliding_window=WINDOW, num_hidden_layers=4, layer_types=MIXED),
+    "phimoe": dict(**GROUPED, **EXPERTS, sliding_window=WINDOW),
+    "qwen2_moe": dict(
+        **GROUPED, **EXPERTS, shared_expert_intermediate_size=16, use_sliding_window=True, sliding_window=WINDOW,
+        max_window_layers=1,
+    ),
+    "qwen3_moe": dict(**GROUPED, **EXPERTS),
+    "seed_oss": GROUPED,
+    "stablelm": GROUPED,
+}  # fmt: skip
+
+
+def model_of(name: str, **changes: Any) -> PreTrainedModel:
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"this version of transformers has no {name}")
+    model = tiny(name, **{**CONFIGS.get(name, {}), **changes})
+    if getattr(model, "_can_set_experts_implementation", lambda: False)():
+        model.set_experts_implementation("eager")  # grouped products know no float64
+    return model
+
+
+def texts(model: PreTrainedModel, **options: Any) -> list[list[int]]:
+    """Of prompts of several lengths, the last longer than a window."""
+    prompts = [*random_prompts(3, seed=2), LONG]
+    outputs = engine.load(model, num_draft_tokens=3, **options).generate(
+        prompts, engine.SamplingParams(max_new_tokens=NEW)
+    )
+    assert [output.token_ids for output in outputs] == [greedy(model, prompt, NEW) for prompt in prompts]
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_equals_transformers(name: str, exact: bool) -> None:
+    found = texts(model_of(name), drafter="ngram", exact=exact)
+    assert len({tuple(text) for text in found}) > 1
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("phimoe", "qwen2_moe")])
+def test_with_the_attention_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ragged kernel's twin, where its heads fit."""
+    model = model_of(name)
+    if len(head_sizes(model.config)) == 1:
+        monkeypatch.setattr("engine.model.uses_ragged_kernel", lambda model: True)
+        texts(model, drafter="ngram")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("phimoe", {"sliding_window": None}), ("qwen2_moe", {"use_sliding_window": False})]
+)
+def test_a_window_that_only_the_mask_knows_keeps_the_mask(name: str, changes: dict[str, Any]) -> None:
+    for more, fits in (({}, False), (changes, True)):
+        model: Any = SimpleNamespace(
+            config=model_of(name, **more).config, device=torch.device("cuda"), dtype=torch.bfloat16
+        )
+        assert uses_ragged_kernel(model) == fits
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_text"])
+def test_heads_of_several_sizes(name: str) -> None:
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"this version of transformers has no {name}")
+    model: Any = SimpleNamespace(config=AutoConfig.for_model(name), device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert len(head_sizes(model.config)) == 2 and not uses_ragged_kernel(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "stray"),
+    [
+        ("llama", dict(sliding_window=WINDOW)),
+        ("llama", dict(sliding_window=WINDOW, layer_types=MIXED[:2])),
+        ("mistral", dict(use_sliding_window=False)),
+        ("mistral", dict(layer_types=["sliding_attention"] * 2)),
+        ("glm4", dict(sliding_window=WINDOW)),
+    ],
+)
+def test_keys_that_an_architecture_does_not_know_count_for_nothing(name: str, stray: dict[str, Any]) -> None:
+    """A config keeps whatever its file has; what counts is the model's forward."""
+    model, prompt = model_of(name, **stray), LONG
+    expected = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW):
+            expected.append(int(model(torch.tensor([expected]), use_cache=False).logits[0, -1].argmax()))
+    output = engine.load(model).generate(prompt, engine.SamplingParams(max_new_tokens=NEW))
+    assert output.token_ids == expected[len(prompt) :]
+
+
+def test_attention_to_later_tokens_is_refused() -> None:
+    with pytest.raises(engine.UnsupportedModelError, match="use_bidirectional_attention"):
+        engine.load(tiny("gemma3_text", use_bidirectional_attention=True))
+
+
+def test_a_probe_that_gives_nan_is_refused() -> None:
+    model = model_of("glm4")
+
+    def spoil(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs["use_cache"]:
+            output.logits.mul_(torch.nan)
+
+    model.register_forward_hook(spoil, with_kwargs=True)
+    with pytest.raises(engine.UnsupportedModelError, match="gives other logits"):
+        engine.load(model)
