@@ -190,9 +190,18 @@ class RaggedCache(Cache):
         self.plan = CallPlan(rows, slots[:, None], start, num_valid, write_at, runs, span, kv_length)
 
     @torch.inference_mode()
-    def clear(self, slot: int) -> None:
-        """Forget a row's K/V. Needed only after NaN, which survives a mask: 0 * NaN is NaN."""
+    def clear(self, slot: int, begin: Tensor) -> None:
+        """Forget a row's K/V from a position [] int64 on. Needed only after NaN, which survives a mask: 0 * NaN is NaN."""
         for layer in self.ragged_layers:
             if layer.is_initialized:
-                layer.keys[slot].zero_()
-                layer.values[slot].zero_()
+                stale = (torch.arange(layer.keys.shape[2], device=begin.device) >= begin)[:, None]
+                layer.keys[slot].masked_fill_(stale, 0)
+                layer.values[slot].masked_fill_(stale, 0)
+
+    @torch.inference_mode()
+    def begin_rows(self, rows: slice | Tensor) -> None:
+        """New rows take these slots, in which the last ones may have left NaN (see `clear`), if attention goes by a mask."""
+        for layer in self.ragged_layers if not self.whole_buffers else ():
+            if layer.is_initialized:
+                layer.keys[rows] = 0
+                layer.values[rows] = 0

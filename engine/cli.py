@@ -96,6 +96,8 @@ def demo(
     """Answer a question, summarize a text and edit code, then time plain against speculative decoding."""
     from .demo import DemoOptions, run
 
+    if drafter == "none":
+        raise ValueError("--drafter must be a drafter, which the demo compares with plain decoding, got 'none'")
     run(
         DemoOptions(
             target,
@@ -272,11 +274,13 @@ def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int
     """Show the prompts' outputs in order, group by group; those that are whole even when a later one fails."""
     for start in range(0, len(items), group):
         outputs: Sequence[Output | None]
-        failure = None
+        failure: BaseException | None = None
         try:
             outputs = llm.generate(items[start : start + group], params, progress=len(items) > 1)
         except InvalidLogitsError as error:
             outputs, failure = error.outputs, EngineError(_renumbered(str(error), start))
+        except BaseException as error:  # Ctrl-C, too
+            outputs, failure = getattr(error, "outputs", ()), error
         for index, output in enumerate(outputs, start):
             if output is not None:
                 _show(index, output, as_json)

@@ -10,7 +10,7 @@ VERIFICATION_METHODS = ("rejection", "block", "coupled")
 GREEDY_BELOW = 1e-5  # temperature
 HOTTEST = 3e38  # temperature, which is a float32
 LARGEST_INT = 2**63 - 1
-LARGEST_BATCH = 2**16
+LARGEST_BATCH = 2**16 - 1  # of the kernels' grids
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None, limit: int = LARGEST_INT) -> int:
@@ -149,10 +149,10 @@ class EngineConfig:
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
             accepts less, and whose sampled text depends on the seed alone, not on the drafter, K or the batch.
             Temperature 0 is greedy under each.
-        exact: every target call has one shape, so that greedy text, and under "coupled" sampled text too, is bit for bit the
-            same with and without speculation. Under "rejection" and "block" a sampled text has the same distribution, and
-            depends on the drafts. None: True on an accelerator, False on CPU.
-        max_batch_size: rows that decode together, in [1, 65536].
+        exact: every decode call has one shape, of 8 tokens a row (more than 7 drafts take several), so that greedy text, and under
+            "coupled" sampled text too, is bit for bit the same with and without speculation. Under "rejection" and "block" a
+            sampled text has the same distribution, and depends on the drafts. None: True on an accelerator, False on CPU.
+        max_batch_size: rows that decode together, in [1, 65535].
         max_length: prompt and new tokens together, >= 2; None: the model's context.
         compile: on a CPU, the target runs compiled by `torch.compile`.
 

@@ -1,6 +1,7 @@
 """Token ids to text, token by token."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from .output import Span
@@ -31,12 +32,19 @@ class TextStream:
         known = self._decode(self._ids[self._window : self._read])
         grown = self._decode(self._ids[self._window :])
         new = grown[len(known) :]
-        if new and not new.endswith(INCOMPLETE):
+        if not new and token_id in self._special:  # kept, it would be decoded again with each token that follows
+            self._ids.pop()
+        elif new and not new.endswith(INCOMPLETE):
             self._window, self._read = self._read, len(self._ids)
             self._append(new, drafted)
         elif self._find_stop(finished := new.rstrip(INCOMPLETE)) is not None:
             self._append(finished, drafted)
         return self.stopped
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Tokens that stand for no text."""
+        return frozenset(special_tokens(self._tokenizer).values())
 
     def finish(self) -> None:
         """No token follows: what was held back as incomplete belongs to the text."""
@@ -95,6 +103,21 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
     """The tokens that `decode` skips."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {str(token): token_id for token_id, token in added.items() if token.special}
+
+
+def whole_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of these tokens as a stream of them gives it.
+
+    Only bytes that are no text make a difference: around those, decoders of byte tokens also spoil the characters beside them.
+    """
+    text = decode(tokenizer, list(ids))
+    if INCOMPLETE in text:
+        stream = TextStream(tokenizer, ())
+        for token in ids:
+            stream.push(token, drafted=False)
+        stream.finish()
+        text = stream.text
+    return text
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

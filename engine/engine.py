@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from . import prompts as prompting
 from .compiled import compile_now
 from .config import EngineConfig, SamplingParams, check_bool, check_ints
-from .detokenize import TextStream, decode, special_tokens
+from .detokenize import TextStream, special_tokens, whole_text
 from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
 from .drafters.base import Drafter
 from .errors import EngineError, InvalidLogitsError
@@ -105,6 +105,9 @@ class Engine:
             InvalidLogitsError: if the target returns NaN for some prompt; raised when all others have ended, with their outputs.
             EngineError: if a stream of this engine is still open, if its drafter has been attached to another engine since, or
                 proposes something that is no proposal.
+
+            Whatever else ends it, Ctrl-C too, has the outputs so far as its attribute `outputs`, in the prompts' order, None for
+            those that had not ended.
         """
         check_bool("progress", progress)
         items, single = prompting.split(prompts)
@@ -112,13 +115,17 @@ class Engine:
         outputs: list[Output | None] = [None] * len(requests)
         with tqdm(total=len(requests), unit="prompt", disable=not progress or self._ranks.rank > 0) as bar:
             tokens = 0
-            for request, new in self._serve(requests):
-                tokens += new
-                if request.ended:
-                    if request.error is None:
-                        outputs[request.index] = self._output(request)
-                    bar.update()
-                    bar.set_postfix_str(f"{tokens} tokens")
+            try:
+                for request, new in self._serve(requests):
+                    tokens += new
+                    if request.ended:
+                        if request.error is None:
+                            outputs[request.index] = self._output(request)
+                        bar.update()
+                        bar.set_postfix_str(f"{tokens} tokens")
+            except BaseException as error:  # what has ended is not lost with the rest
+                error.outputs = outputs  # type: ignore[attr-defined]
+                raise
         _raise_errors(requests, outputs)
         return outputs[0] if single else outputs
 
@@ -266,7 +273,7 @@ class Engine:
             text = request.text.text
         elif self.tokenizer is not None:  # the token that ended it is no part of the text, as in streams
             end = None if request.finish_reason == "length" else -1
-            text = decode(self.tokenizer, request.token_ids[:end])
+            text = whole_text(self.tokenizer, request.token_ids[:end])
         logprobs = request.logprobs if request.params.logprobs else None
         return Output(text, request.token_ids, request.prompt, request.finish_reason, request.stats, logprobs)
 

@@ -64,7 +64,7 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
 
 def _cache_root() -> Path:
     if given := os.environ.get(CACHE_VARIABLE):
-        return Path(given)
+        return Path(given).expanduser()
     import platformdirs  # not before it is needed: all else works without it
 
     return Path(platformdirs.user_cache_dir("speculative-engine"))

@@ -85,7 +85,8 @@ def load(
         )
     if isinstance(tokenizer, str | Path) and str(tokenizer):
         tokenizer = read_tokenizer(str(tokenizer), "tokenizer")
-    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+    is_tokenizer = callable(tokenizer) and hasattr(tokenizer, "decode") and not isinstance(tokenizer, type)
+    if tokenizer is not None and not is_tokenizer:
         raise ValueError(f"tokenizer must be a tokenizer of transformers, a folder or a hub id, got {tokenizer!r:.100}")
     if drafter is not None and not isinstance(drafter, str | Path | PreTrainedModel | Drafter):
         raise ValueError(
@@ -162,7 +163,7 @@ def _device(device: Any, target: Any) -> torch.device:
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device must be 'auto' or a torch device such as 'cuda:0', got {device!r}") from error
     if isinstance(target, PreTrainedModel):
-        if wanted is not None and wanted.type != target.device.type:
+        if wanted is not None and wanted not in (target.device, torch.device(target.device.type)):
             raise ValueError(f"device must be 'auto' for a live target, which is on {target.device}, got {device!r}")
         if target.device.type not in ("cpu", "cuda"):
             raise ValueError(f"target must be on a CPU or a CUDA device, got one on {target.device}")

@@ -19,10 +19,13 @@ class Stats:
     """Counts and times, of one request or of an engine's life.
 
     Times are wall-clock seconds. A request's draft and verify seconds are those of the rounds that it took part in, which
-    it may have shared with other rows; its total runs from its prefill to its last token.
+    it may have shared with other rows; its total runs from its prefill to its last token, and leaves out
+    what the reader of a stream does between pieces.
     """
 
-    rounds: int = 0  # target calls, counted once per row
+    rounds: int = (
+        0  # target calls, counted once per row (`exact` makes several of more than 7 drafts, and they count as one)
+    )
     new_tokens: int = 0
     draft_tokens: int = 0  # proposed
     accepted_tokens: int = 0

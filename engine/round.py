@@ -186,6 +186,9 @@ def _broken_rule(proposal: Any, state: BatchState, vocab_size: int) -> str:
             return f"confidence in [0, 1), got values from {float(low):g} to {float(high):g}"
     if stats is not None and (logits is None or not isinstance(stats, RowStats)):
         return f"stats that are RowStats of its logits, or None, got {_described(stats)}"
+    for name, value in stats._asdict().items() if stats is not None else ():
+        if not isinstance(value, Tensor) or value.shape != shape:
+            return f"stats.{name} [B, K] = {list(shape)}, got {_described(value)}"
     return ""
 
 
@@ -196,7 +199,7 @@ def _described(value: Any) -> str:
 
 
 def _within_limits(proposal: Proposal, state: BatchState) -> Proposal:
-    """Drop drafts that would leave no room for the next token of the round."""
-    room = (state.limits - state.seq_lens - 2)[:, None]
+    """Drop drafts that would leave no room for the next token of the round, and those of rows that are to have none."""
+    room = (state.limits - state.seq_lens - 2).masked_fill(state.without_drafts, 0)[:, None]
     step = torch.arange(proposal.tokens.shape[1], device=room.device)
     return proposal._replace(tokens=proposal.tokens.where(step < room, -1))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from .config import SamplingParams
 from .detokenize import TextStream
 from .metrics import Stats
+from .model import PREFILL_WIDTH
 
 PREFILL_TOKENS = 2048  # per step, with padding if there is any: running rows wait for no more than this
 
@@ -94,10 +95,10 @@ def prefill_chunk(requests: list[Request], skips_padding: bool) -> tuple[list[Re
     missing = sorted(request.to_prefill - request.prefilled for request in requests)
     widest = max(PREFILL_TOKENS // len(requests), 64)
     if skips_padding:
-        widths = {min(width, 512) for width in missing}
+        widths = {min(width, PREFILL_WIDTH) for width in missing}
         good = [width for width in widths if sum(min(m, width) for m in missing) <= PREFILL_TOKENS]
         good = [width for width in good if len(missing) * width <= 4 * PREFILL_TOKENS]  # masks do have padding
-        return requests, max([*good, min(widest, 512, missing[-1])])
-    widths = {min(width, widest, 512) for width in missing}
+        return requests, max([*good, min(widest, PREFILL_WIDTH, missing[-1])])
+    widths = {min(width, widest, PREFILL_WIDTH) for width in missing}
     good = [width for width in widths if 4 * sum(min(m, width) for m in missing) >= 3 * len(missing) * width]
     return requests, max(good)

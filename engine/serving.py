@@ -65,6 +65,7 @@ class Server:
         self._eos_token_ids, self._stats, self._late, self._ranks = eos_token_ids, stats, late, ranks
         self._warned = False  # of draft logits that are no distribution
         self._reserved = 0  # length of the rows that there is room for everywhere
+        self._since = 0.0  # when the step under way began
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Yields (request, new tokens) per row and round; a request that has ended has a finish_reason or an error."""
@@ -74,7 +75,7 @@ class Server:
         self._round.clock.take()  # marks of a round that failed
         try:
             while scheduler.busy:
-                begin = time.perf_counter()
+                self._since = time.perf_counter()
                 with on_device(self._device):
                     self._begin(scheduler.admit())
                     self._prefill(scheduler)
@@ -82,10 +83,14 @@ class Server:
                     if self._late:
                         launched, waiting = waiting, launched
                     ended = list(self._read(launched, scheduler)) if launched else []
-                self._stats.total_seconds += time.perf_counter() - begin
+                self._stats.total_seconds = self._seconds()
                 yield from ended
         finally:
             self._state.limits.zero_()
+
+    def _seconds(self) -> float:
+        """The engine's working time by now: without what readers of a stream do between its pieces."""
+        return self._stats.total_seconds + time.perf_counter() - self._since
 
     def warmup(self, num_rows: int, text_length: int, params: SamplingParams) -> None:
         """Run every kind of round that rows of such texts may need, on rows that are not active: they change nothing.
@@ -129,7 +134,6 @@ class Server:
         """Put requests into their slots, not yet active."""
         if not requests:
             return
-        now = time.perf_counter()
         slots = torch.tensor([request.slot for request in requests], device=self._state.tokens.device)
         longest = max(request.length for request in requests)
         padded = [request.prompt + [0] * (longest - len(request.prompt)) for request in requests]
@@ -143,12 +147,13 @@ class Server:
             "top_p": [request.params.top_p for request in requests],
             "min_p": [request.params.min_p for request in requests],
             "repetition_penalty": [request.params.repetition_penalty for request in requests],
+            "without_drafts": [False for _ in requests],
         }
         for name, values in columns.items():
             column = getattr(self._state, name)
             column[slots] = torch.tensor(values, dtype=column.dtype, device=column.device)
         for request in requests:
-            request.started = now
+            request.started = self._seconds()
             self._lengths.begin(request.slot)
         self._reserve(max(request.limit for request in requests))
 
@@ -268,7 +273,7 @@ class Server:
         for request, new in zip(going, news, strict=True):
             self._add_times(request.stats, draft_seconds, verify_seconds)
             if request.ended:
-                request.stats.total_seconds = time.perf_counter() - request.started
+                request.stats.total_seconds = self._seconds() - request.started
                 scheduler.release(request)
                 self._state.limits[request.slot] = 0
             yield request, new
@@ -276,20 +281,27 @@ class Server:
     def _collect(self, request: Request, result: RowResult, asked: int) -> int:
         """Append a round's tokens to a request, up to the one that ends it; returns how many."""
         tokens, accepted, proposed, status, logprobs = result
+        new_tokens = tokens[: accepted + 1]
         if status & _FATAL:
-            self._round.target.cache.clear(request.slot)
-            request.error = (
-                f"the target returned logits that are no distribution ({Status(status).name}) for prompts[{request.index}] "
-                f"at position {request.length + accepted}"
-            )
-            return 0
+            slot, cache = request.slot, self._round.target.cache
+            if not proposed:
+                cache.clear(slot, torch.zeros_like(self._state.seq_lens[slot]))
+                request.error = (
+                    f"the target returned logits that are no distribution ({Status(status).name}) for "
+                    f"prompts[{request.index}] at position {request.length}"
+                )
+                return 0
+            # Attention weighs the drafts behind a token with 0, but 0 * NaN is NaN: what a draft gives may have spoilt it.
+            cache.clear(slot, self._state.seq_lens[slot])
+            self._state.without_drafts[slot] = True
+            new_tokens = tokens[:accepted]
         if status & _INVALID_DRAFT and not self._warned:
             self._warned = True
             logger.warning("the drafter returned logits that are no distribution; its drafts are ignored there")
-        self._lengths.observe(request.slot, tokens[: accepted + 1], accepted, proposed, asked)
+        self._lengths.observe(request.slot, new_tokens, accepted, proposed, asked)
         before = len(request.token_ids)
-        for column in range(accepted + 1):
-            self._append(request, tokens[column], drafted=column < accepted)
+        for column, token in enumerate(new_tokens):
+            self._append(request, token, drafted=column < accepted)
             if request.ended:
                 if request.text:
                     request.text.finish()

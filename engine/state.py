@@ -39,6 +39,7 @@ class BatchState:
     top_p: Tensor  # [B] float32, 1 = off
     min_p: Tensor  # [B] float32, 0 = off
     repetition_penalty: Tensor  # [B] float32, 1 = off
+    without_drafts: Tensor  # [B] bool: nothing that is drafted for this row counts
     rows: slice | Tensor  # the slots that these rows occupy
     max_text_length: int = 0  # no row's text is longer (known to the host, for cutting views)
     max_limit: int = 0  # no row's limit is larger (known to the host, for buffers)
@@ -52,6 +53,7 @@ class BatchState:
     may_end_early: bool = False
 
     @classmethod
+    @torch.inference_mode(False)  # else rows could not be written outside of it, where it was on
     def allocate(cls, num_slots: int, max_length: int, device: torch.device) -> "BatchState":
         """Empty slots for texts of at most `max_length` tokens."""
 
@@ -62,9 +64,11 @@ class BatchState:
             return torch.full((num_slots,), value, dtype=torch.float32, device=device)
 
         tokens = torch.zeros(num_slots, max_length + 1, dtype=torch.int64, device=device)
+        without_drafts = torch.zeros(num_slots, dtype=torch.bool, device=device)
         return cls(
-            tokens, whole(), whole(), whole(), real(), whole(), real(1.0), real(), real(1.0), slice(0, num_slots)
-        )
+            tokens, whole(), whole(), whole(), real(), whole(), real(1.0), real(), real(1.0), without_drafts,
+            rows=slice(0, num_slots),
+        )  # fmt: skip
 
     def select(self, rows: slice | Tensor, **known: Any) -> "BatchState":
         """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64.

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import CONTEXT, VOCAB, greedy, tiny
-from transformers import BatchEncoding, PreTrainedModel
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
+from engine import config
+from engine.kernels import ops
+from engine.kernels.launch import MAX_BATCH
+from engine.kernels.records import GREEDY_BELOW
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,12 @@ def test_sampling_params_know_their_fields_and_are_frozen() -> None:
     assert engine.SamplingParams(temperature=1e-40).temperature == 0.0
 
 
+def test_the_kernels_have_the_same_rules() -> None:
+    """The config is read without them, as it needs no torch."""
+    assert (config.GREEDY_BELOW, config.LARGEST_BATCH) == (GREEDY_BELOW, MAX_BATCH)
+    assert config.VERIFICATION_METHODS == ops.LOSSLESS_METHODS
+
+
 def test_numbers_of_numpy() -> None:
     params = engine.SamplingParams(
         np.float32(0.5),
@@ -111,7 +121,7 @@ def test_extreme_numbers_that_are_allowed(target: PreTrainedModel) -> None:
         ("exact", "yes", "exact must be True, False or None, got 'yes'"),
         ("num_draft_tokens", 2**63, "num_draft_tokens must be <= 9223372036854775807, got 9223372036854775808"),
         ("max_batch_size", 0, "max_batch_size must be >= 1, got 0"),
-        ("max_batch_size", 10**30, "max_batch_size must be <= 65536, got 10{30}"),
+        ("max_batch_size", 10**30, "max_batch_size must be <= 65535, got 10{30}"),
         ("max_length", 1, "max_length must be >= 2, got 1"),
         ("max_length", CONTEXT + 1, f"max_length must be <= {CONTEXT}, the target's context, got {CONTEXT + 1}"),
         ("dtype", "int8", "dtype must be .*, got 'int8'"),
@@ -128,6 +138,8 @@ def test_extreme_numbers_that_are_allowed(target: PreTrainedModel) -> None:
         ("drafter", "ngram+", "drafter must be a name, a hub id or a path, also behind a '\\+', got 'ngram\\+'"),
         ("tokenizer", 5, "tokenizer must be a tokenizer of transformers, a folder or a hub id, got 5"),
         ("tokenizer", "", "tokenizer must be a tokenizer of transformers, a folder or a hub id, got ''"),
+        ("tokenizer", PreTrainedTokenizerFast, "tokenizer must be a tokenizer of transformers, a folder or a hub id"),
+        ("drafter", tiny("llama").model, "drafter must be a causal language model, got LlamaModel without a head"),
     ],
 )
 def test_load(target: PreTrainedModel, option: str, value: Any, message: str) -> None:

@@ -452,6 +452,46 @@ def test_a_round_without_drafts_is_one_for_every_stage(blind: bool) -> None:
     assert [stage.seen for stage in stages] == [[([5], [[3]], [0])]] * 2
 
 
+class Wide:
+    """Proposes more than it is asked for."""
+
+    def prefill(self, state: BatchState) -> None:
+        pass
+
+    def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
+        shape = len(state.tokens), num_draft_tokens + 3
+        return Proposal(torch.full(shape, 3), confidence=torch.full(shape, 0.5))
+
+    def observe(self, state: BatchState, verdict: Verdict) -> None:
+        pass
+
+
+def test_a_stage_that_proposes_too_much_is_cut(target: PreTrainedModel) -> None:
+    llm = engine.load(target, CascadeDrafter(engine.NGramDrafter(), Wide()), num_draft_tokens=2)
+    prompts = random_prompts(3)
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=9))
+    assert [output.token_ids for output in outputs] == [greedy(target, prompt, 9) for prompt in prompts]
+    assert len(llm.stats.acceptance_per_position) == 2
+
+
+def test_a_round_that_was_interrupted_is_forgotten(target: PreTrainedModel) -> None:
+    """Before its stages observed it: the next round need not have drafts, nor as many rows."""
+    stages = engine.NGramDrafter(min_ngram=3), SuffixDrafter(), engine.DraftModel(perturbed(target, 0.02))
+    llm = engine.load(target, CascadeDrafter(*stages), num_draft_tokens=3)
+    prompts = random_prompts(4)
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = target.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, engine.SamplingParams(max_new_tokens=24))
+    hook.remove()
+    for count, new in ((3, 1), (4, 12)):
+        outputs = llm.generate(prompts[:count], engine.SamplingParams(max_new_tokens=new))
+        assert [output.token_ids for output in outputs] == [greedy(target, prompt, new) for prompt in prompts[:count]]
+
+
 @pytest.mark.parametrize("asked", [0, 3])
 def test_stages_that_look_at_widths_alone_see_those(asked: int, blind: bool) -> None:
     """Everything else that they would see takes some operations, on a GPU launches."""

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import sys
 import threading
+import time
 import tracemalloc
 import weakref
 from collections.abc import Sequence
@@ -18,15 +19,17 @@ import pytest
 import torch
 from tiny_models import greedy, perturbed, random_prompts, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
+from tokenizers import Tokenizer, decoders, models
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
+from engine.backend import row_stats
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
 from bench.drafter_cases import drafters
-from engine.detokenize import TextStream
+from engine.detokenize import TextStream, decode, whole_text
 from engine.scheduler import PREFILL_TOKENS, Request, prefill_chunk
 
 TOKENIZER = byte_tokenizer()
@@ -256,6 +259,73 @@ def test_bytes_that_never_become_a_character_still_come_out() -> None:
     assert [span.text for span in stream.take(last=False)] == ["a"]
     stream.finish()
     assert "".join(span.text for span in stream.take(last=True)) == TOKENIZER.decode(list(b"\xe6\x97"))
+
+
+def test_tokens_that_stand_for_no_text_are_decoded_once() -> None:
+    """Else a run of them takes quadratic time."""
+    decoded: list[int] = []
+
+    class Counted:
+        added_tokens_decoder = TOKENIZER.added_tokens_decoder
+
+        def decode(self, ids: list[int], **options: Any) -> str:
+            decoded.append(len(ids))
+            return TOKENIZER.decode(ids, **options)
+
+    stream = TextStream(Counted(), ())
+    for token in [*b"ab", *[EOS] * 50, *b"cd"]:
+        stream.push(token, drafted=False)
+    assert stream.text == "abcd" and max(decoded) <= 4
+
+
+def test_bytes_that_are_no_text_are_the_same_streamed_and_not() -> None:
+    """A decoder of byte tokens spoils the characters beside them, if it is given all at once."""
+    words = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b"]
+    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>")
+    ids = [258, *(2 + byte for byte in b"\xc3\xa9\xc3"), 259]  # a, é and half of another, b
+    assert whole_text(tokenizer, ids) != decode(tokenizer, ids)
+    stream = TextStream(tokenizer, ())
+    for token in ids:
+        stream.push(token, drafted=False)
+    assert whole_text(tokenizer, ids) == stream.text
+    assert stream.text.startswith("aé") and stream.text.endswith("b")
+    assert whole_text(tokenizer, ids[:3]) == "aé"
+
+
+def test_the_time_of_a_streams_reader_is_not_the_engines(target: PreTrainedModel) -> None:
+    llm, reading = engine.load(target, drafter=None), 0.0
+    pieces = []
+    for piece in llm.stream([7, 8, 9], engine.SamplingParams(max_new_tokens=6, ignore_eos=True)):
+        pieces.append(piece)
+        time.sleep(0.3)
+        reading += 0.3
+    assert 0 < pieces[-1].output.stats.total_seconds <= llm.stats.total_seconds + 1e-9 < reading
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_what_has_ended_is_not_lost_with_the_rest(target: PreTrainedModel, error: BaseException) -> None:
+    llm = engine.load(target, drafter=None, max_batch_size=2)
+    calls = []
+
+    def fail(*arguments: object) -> None:
+        calls.append(1)
+        if len(calls) > 8:
+            raise error
+
+    hook = target.register_forward_hook(fail)
+    with pytest.raises(type(error)) as caught:
+        llm.generate([[3, 4], [5, 6], [7, 8]], [_params(2), _params(40), _params(40)])
+    hook.remove()
+    outputs: Any = caught.value.outputs  # type: ignore[attr-defined]
+    assert outputs[0].token_ids == greedy(target, [3, 4], 2) and outputs[1:] == [None, None]
+
+
+def test_loaded_in_inference_mode(target: PreTrainedModel) -> None:
+    with torch.inference_mode():
+        llm = engine.load(target)
+    assert llm.generate([3, 4, 5], _params(8)).token_ids == greedy(target, [3, 4, 5], 8)
 
 
 def test_statistics_add_up(target: PreTrainedModel) -> None:
@@ -566,6 +636,10 @@ _DRAFTS = torch.ones(1, 2, dtype=torch.int64)
         (engine.Proposal(_DRAFTS, confidence=torch.zeros(2)), r"confidence \[B, K\] of floats"),
         (engine.Proposal(_DRAFTS, confidence=torch.ones(1, 2)), r"confidence in \[0, 1\)"),
         (engine.Proposal(_DRAFTS, stats=(1, 2)), "stats that are RowStats"),
+        (
+            engine.Proposal(_DRAFTS, torch.zeros(1, 2, VOCAB), row_stats(torch.zeros(1, 1, VOCAB))),
+            r"stats\.threshold \[B, K\] = \[1, 2\], got torch.float32 of shape \[1, 1\]",
+        ),
     ],
 )
 def test_a_proposal_that_is_none(target: PreTrainedModel, proposal: object, rule: str) -> None:

@@ -179,6 +179,11 @@ def test_padded_vocabularies(target: PreTrainedModel) -> None:
             engine.load(target, drafter=draft, tokenizer=tokenizer)
 
 
+def test_the_cache_of_conversions_may_be_in_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(conversion.CACHE_VARIABLE, "~/models")
+    assert conversion._cache_root() == Path.home() / "models"
+
+
 def test_gguf_is_converted_once_and_mended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a stand-in for the conversion itself, which takes 20 s."""
     source = tmp_path / "model.gguf"

@@ -23,9 +23,9 @@ class Drafter(Protocol):
     `observes_width_only = True` says that `observe` looks at nothing but how many columns the verdict's tokens have: a
     cascade then makes nothing else for it.
 
-    `ends_early(state) -> bool`, if there is one, says that `propose` itself stops where drafting on would not pay: where
-    all rows are greedy, "auto" then asks for as many drafts as there may be. `steps(state, num_draft_tokens)` gives the columns of `propose` one by one
-    as proposals [B, 1], to a reader who may stop at any.
+    `ends_early(state) -> bool`, if there is one, says that `propose` itself stops where drafting on would not pay; if all rows are
+    greedy, "auto" then asks for as many drafts as there may be. `steps(state, num_draft_tokens)` gives the columns of `propose`
+    one by one as proposals [B, 1], to a reader who may stop at any.
     """
 
     def prefill(self, state: BatchState) -> None:

@@ -43,6 +43,8 @@ def check_draft_model(main: Checkpoint, drafter: DraftModel | ReencodingDraftMod
     model = drafter.model
     if model.device != main.model.device:
         raise ValueError(f"drafter must be on the target's device {main.model.device}, got {model.device}")
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"drafter must be a causal language model, got {type(model).__name__} without a head")
     if isinstance(drafter, IntersectionDraftModel | ReencodingDraftModel):
         return
     sizes = [vocab_size(m) for m in (main.model, model)]

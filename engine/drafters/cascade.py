@@ -18,7 +18,7 @@ from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
 from .base import Drafter
 from .lookup import LookupDrafter, Tokens, texts
-from .proposals import merged, nothing, padded, side_by_side
+from .proposals import fitted, merged, nothing, side_by_side
 
 
 class CascadeDrafter:
@@ -69,6 +69,7 @@ class CascadeDrafter:
 
     def prefill(self, state: BatchState) -> None:
         """Every stage reads the prompts."""
+        self._drafts = []  # of a round that was interrupted before it was observed
         for stage in self.stages:
             stage.prefill(state)
 
@@ -84,7 +85,7 @@ class CascadeDrafter:
             if state.can_look and 0 < self._num_lookups <= index:
                 own, parts = self._followed_up(stage, state, num_draft_tokens, open_rows)
             else:
-                own = padded(stage.propose(state, num_draft_tokens), num_draft_tokens)
+                own = fitted(stage.propose(state, num_draft_tokens), num_draft_tokens)
                 parts = [own]
             has_drafts = own.tokens[:, :1] >= 0
             proposals += parts
@@ -111,7 +112,7 @@ class CascadeDrafter:
         else:
             own = stage.propose(state, num_draft_tokens)
             behind.look(own.tokens)
-        own = padded(own, num_draft_tokens)
+        own = fitted(own, num_draft_tokens)
         if not behind.found:
             return own, [own]
         before = (behind.proposal.tokens >= 0).cumsum(dim=1) == 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import DRAFT, SAMPLE, sample
+from ..backend import sample
 from ..config import check_bool, check_instance, is_number
 from ..graphs import bucket
 from ..model import RaggedModel
@@ -19,7 +19,7 @@ from .draft_vocabulary import DraftVocabulary, SeenTokens
 from .eagle_files import build
 from .eagle_model import EagleModel, usual_layers
 from .head_files import HeadFiles, read_head
-from .proposals import confidence, likeliest, nothing, side_by_side
+from .proposals import confidence, likeliest, noise, nothing, side_by_side
 
 # Where a draft is less likely than this to be accepted, the next is not worth a step of a tenth of a target call.
 MIN_REACH = 0.3
@@ -146,6 +146,7 @@ class EagleDrafter:
     def prefill(self, state: BatchState) -> None:
         """Read the prompts, but for the last position that has a hidden state: `propose` begins with that."""
         self.reserve(state.max_limit)
+        self.ragged.cache.begin_rows(state.rows)
         spans = [(0, max(length - 2, 0)) for length in state.prompt_lengths]
         if any(end for _, end in spans):
             self.ragged.prefill(state.tokens[:, 1:], spans, state.rows, lambda at: self._features(state, at))
@@ -241,14 +242,14 @@ class EagleDrafter:
             tokens, sure = vocabulary.target_ids(found.tokens, seen), found.confidence
             assert sure is not None
             return Proposal(tokens, confidence=sure), sure
-        sampling = {**state.sampling, "seed": state.seed, "position": state.position + step, "return_logprobs": True}
+        sampling = {**noise(state, step), "return_logprobs": True}
         if state.coupled and not greedy:  # the target's noise goes by its ids
-            tokens, _, logprobs = sample(vocabulary.of_target(logits, seen), **sampling, stream=SAMPLE)
+            tokens, _, logprobs = sample(vocabulary.of_target(logits, seen), **sampling)
             assert logprobs is not None
             return Proposal(tokens), confidence(logprobs)
         if self.greedy:
             sampling["temperature"] = torch.zeros_like(state.temperature)
-        tokens, stats, logprobs = sample(logits, **sampling, origin=state.position, stream=DRAFT)
+        tokens, stats, logprobs = sample(logits, **sampling)
         assert logprobs is not None
         tokens, sure = vocabulary.target_ids(tokens, seen), confidence(logprobs)
         if greedy:

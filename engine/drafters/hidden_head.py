@@ -6,13 +6,13 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from ..backend import DRAFT, SAMPLE, sample
+from ..backend import sample
 from ..config import check_bool, check_instance
 from ..model import RaggedModel
 from ..packing import pack_linears
 from ..state import BatchState, Proposal, Verdict
 from .head_files import HeadFiles, read_head
-from .proposals import likeliest
+from .proposals import likeliest, noise
 
 
 class HeadModel(nn.Module):
@@ -95,8 +95,8 @@ class HiddenHeadDrafter:
         """Nothing is kept."""
 
     def graph_key(self) -> Hashable | None:
-        """What `propose` depends on beside the state: where the hidden states lie."""
-        return self.target.cache.capacity
+        """What `propose` depends on beside the state: where the hidden states lie. None before there are any."""
+        return self.target.cache.capacity if self._hidden.states.numel() else None
 
     def _last_hidden(self, state: BatchState) -> Tensor | None:
         """[B, 1, H], of the position before the pending token; None before the target has read anything."""
@@ -110,8 +110,6 @@ class HiddenHeadDrafter:
         if self.greedy or state.all_greedy:
             proposal = likeliest(logits)
             return proposal._replace(tokens=proposal.tokens.where(can_draft, -1))
-        origin, stream = (None, SAMPLE) if state.coupled else (state.position, DRAFT)
-        position = state.position + step
-        draws = sample(logits, **state.sampling, seed=state.seed, position=position, origin=origin, stream=stream)
+        draws = sample(logits, **noise(state, step))
         tokens = draws.tokens.where(can_draft, -1)
         return Proposal(tokens) if state.coupled else Proposal(tokens, logits, draws.stats)

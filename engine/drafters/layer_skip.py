@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import DRAFT, SAMPLE, sample
+from ..backend import sample
 from ..config import check_bool, check_int
 from ..decoder_layers import DecoderLayers
 from ..model import RaggedModel
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
 from ..support import TESTED
-from .proposals import likeliest, side_by_side
+from .proposals import likeliest, noise, side_by_side
 
 
 class LayerSkipDrafter:
@@ -124,9 +124,7 @@ def _checked(given: Any) -> tuple[int, ...]:
 
 def _drawn(state: BatchState, logits: Tensor, step: int) -> Proposal:
     """The draft of a step, from rows [B, 1, V]."""
-    origin, stream = (None, SAMPLE) if state.coupled else (state.position, DRAFT)
-    position = state.position + step
-    draws = sample(logits, **state.sampling, seed=state.seed, position=position, origin=origin, stream=stream)
+    draws = sample(logits, **noise(state, step))
     if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
         return Proposal(draws.tokens)
     return Proposal(draws.tokens, logits, draws.stats)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..backend import DRAFT, SAMPLE, RowStats, row_stats, sample
+from ..backend import RowStats, row_stats, sample
 from ..config import check_bool, check_instance
 from ..graphs import bucket
 from ..model import RaggedModel
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
-from .proposals import probability
+from .proposals import noise, probability
 
 WIDEST_CATCH_UP = 32  # columns that go through the head; "auto" tries at least that often to draft
 
@@ -67,6 +67,7 @@ class DraftModel:
     def prefill(self, state: BatchState) -> None:
         """Read the prompts of new rows, but for their pending tokens."""
         self.reserve(state.max_limit)
+        self.ragged.cache.begin_rows(state.rows)
         self.ragged.prefill(state.tokens, [(0, length - 1) for length in state.prompt_lengths], state.rows)
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
@@ -133,9 +134,7 @@ class DraftModel:
         if self.greedy:
             likeliest = row_stats(logits)
             return likeliest.argmax.where(likeliest.lse.isfinite(), -1), logits, likeliest
-        origin, stream = (None, SAMPLE) if state.coupled else (state.position, DRAFT)
-        position = state.position + step
-        draws = sample(logits, **state.sampling, seed=state.seed, position=position, origin=origin, stream=stream)
+        draws = sample(logits, **noise(state, step))
         return draws.tokens, logits, draws.stats
 
     def _proposal(self, state: BatchState, steps: Sequence[tuple[Tensor, Tensor, RowStats]]) -> Proposal:

@@ -60,6 +60,8 @@ def _check_spelling(name: str) -> None:
     word = re.split("[:+]", name)[0].lower().replace("-", "_")
     near = get_close_matches(word, _KNOWN, n=1, cutoff=0.75)
     if near and "/" not in word and not Path(name).expanduser().exists():
+        if f"{near[0]}:" in (LAYER_SKIP, STAGED) and ":" not in name:
+            raise ValueError(f"drafter {near[0]} must say of what, such as layer_skip:8 or staged:MODEL, got {name!r}")
         raise ValueError(f"drafter must be a known name, a hub id or a path, got {name!r}: did you mean {near[0]!r}?")
 
 

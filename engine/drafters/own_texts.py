@@ -99,13 +99,14 @@ class OwnTexts:
 
     def prefill(self, state: BatchState) -> None:
         """New rows: read their prompts, but for the last token of each."""
+        self._settle()
+        self._ragged.cache.begin_rows(state.rows)
         prompts = []
         tokens = state.tokens[:, : max(state.prompt_lengths)].tolist()
         for row, slot, length in zip(tokens, state.slots, state.prompt_lengths, strict=True):
-            self._texts[slot] = self._begin_text()
+            self._texts[slot], self._cached[slot] = self._begin_text(), []
             self._texts[slot].extend(row[:length])
             prompts.append(self._texts[slot].ids)
-        self._settle()
         self._read(state.slots, prompts, state.rows)
 
     def follow(self, state: BatchState) -> list[Translation | None]:

@@ -1,16 +1,25 @@
 """What proposals are made of: the likeliest tokens and how sure they are, steps side by side, one proposal out of several."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backend import RowStats, row_stats
+from ..backend import DRAFT, SAMPLE, RowStats, row_stats
 from ..config import GREEDY_BELOW
 from ..state import BatchState, Proposal
 
 BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
+
+
+def noise(state: BatchState, step: int | Tensor) -> dict[str, Any]:
+    """What `sample` draws draft number `step` of a round with, an int or [B]: under `coupled` with the target's own noise, else with
+    numbers that nothing else reads; each row under its own temperature and filters."""
+    origin, stream = (None, SAMPLE) if state.coupled else (state.position, DRAFT)
+    position = state.position + step
+    return {**state.sampling, "seed": state.seed, "position": position, "origin": origin, "stream": stream}
 
 
 def nothing(state: BatchState) -> Proposal:
@@ -50,12 +59,12 @@ def likeliest(logits: Tensor) -> Proposal:
     return Proposal(tokens, confidence=probability(tokens, logits, stats))
 
 
-def padded(proposal: Proposal, num_draft_tokens: int) -> Proposal:
-    """Proposals of fewer columns with empty ones behind: all fields [B, K, ...]."""
+def fitted(proposal: Proposal, num_draft_tokens: int) -> Proposal:
+    """Proposals of fewer columns with empty ones behind, and of more without these: all fields [B, K, ...]."""
     missing = num_draft_tokens - proposal.tokens.shape[1]
-    if missing <= 0:
+    if not missing:
         return proposal
-    tokens, logits, stats, sure = proposal
+    tokens, logits, stats, sure = proposal  # pad cuts where it is given a negative width
     return Proposal(
         pad(tokens, (0, missing), value=-1),
         None if logits is None else pad(logits, (0, 0, 0, missing)),

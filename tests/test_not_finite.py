@@ -1,0 +1,114 @@
+"""What is not finite stays where it is: a token whose K/V is NaN, in a prompt or drafted, harms no other text and no later one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sampled_laws import RULES
+from tiny_models import VOCAB, tiny
+from transformers import PreTrainedModel
+
+import engine
+from engine.backend import Verdict
+from engine.drafters.eagle_model import EagleModel
+from engine.drafters.medusa_model import MedusaHeads
+from engine.drafters.staged import StagedDraftModel
+from engine.training.eagle3 import head_config
+
+BAD = VOCAB - 1
+GOOD = [5, 6, 7, 5, 6]
+
+
+def spoiled(num_layers: int = 2) -> PreTrainedModel:
+    """Of which one token's embedding is NaN. It is never drawn by greedy decoding."""
+    model = tiny("llama", dtype=torch.float32, max_position_embeddings=256, num_hidden_layers=num_layers)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[BAD] = torch.nan
+        model.lm_head.weight[BAD] = 0
+    return model
+
+
+def eagle(target: PreTrainedModel) -> engine.EagleDrafter:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = EagleModel(head_config(target.config, 3, VOCAB))
+    with torch.no_grad():
+        model.lm_head.weight[BAD] = 0
+    return engine.EagleDrafter(model, (0, 1, 2), min_reach=0.0)
+
+
+DRAFTERS: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "none": lambda target: None,
+    "ngram": lambda target: "ngram",
+    "draft model": lambda target: spoiled(1),
+    "staged": lambda target: StagedDraftModel(spoiled(1)),
+    "layers": lambda target: "layer_skip:1",
+    "medusa": lambda target: engine.MedusaDrafter(MedusaHeads(32, None, 3, output="target")),
+    "eagle": eagle,
+}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_slot_is_as_good_as_new_after_a_prompt_that_failed(kind: str, exact: bool) -> None:
+    target = spoiled()
+    engines = [engine.load(target, DRAFTERS[kind](target), 3, max_batch_size=1, exact=exact) for _ in range(2)]
+    prompts, params = [GOOD, GOOD * 10, GOOD], engine.SamplingParams(max_new_tokens=30)
+    with pytest.raises(engine.InvalidLogitsError, match="NAN_TARGET"):
+        engines[0].generate([BAD, *GOOD * 8], params)
+    after, clean = (llm.generate(prompts, params) for llm in engines)
+    for one, other in zip(after, clean, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.stats.draft_tokens == other.stats.draft_tokens
+        assert one.stats.accepted_tokens == other.stats.accepted_tokens
+    assert kind == "none" or clean[2].stats.draft_tokens > 0
+
+
+def test_a_draft_model_drafts_again_behind_a_prompt_that_only_it_cannot_read() -> None:
+    target = spoiled()
+    with torch.no_grad():
+        target.get_input_embeddings().weight[BAD] = 0
+    used, fresh = (engine.load(target, spoiled(), 3, max_batch_size=1) for _ in range(2))
+    params = engine.SamplingParams(max_new_tokens=20)
+    assert used.generate([BAD, *GOOD * 8], params).stats.draft_tokens == 0
+    counts = [llm.generate(GOOD, params).stats.accepted_tokens for llm in (used, fresh)]
+    assert counts[0] == counts[1] > 0
+
+
+class Spoiling:
+    """Drafts the target's own text, and from the 20th token of a row on sometimes one that the target cannot read."""
+
+    def __init__(self, texts: dict[int, list[int]]) -> None:
+        self.texts = texts  # by first token
+
+    def prefill(self, state: engine.BatchState) -> None:
+        pass
+
+    def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        rows = []
+        for row, position in zip(state.tokens.tolist(), state.position.tolist(), strict=True):
+            drafts = self.texts[row[0]][position : position + num_draft_tokens]
+            if position > 20 and len(drafts) > 1:
+                drafts[1] = BAD
+            rows.append(drafts + [-1] * (num_draft_tokens - len(drafts)))
+        return engine.Proposal(torch.tensor(rows))
+
+    def observe(self, state: engine.BatchState, verdict: Verdict) -> None:
+        pass
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_that_cannot_be_read_costs_drafts_and_no_text(rule: str, exact: bool) -> None:
+    target = spoiled()
+    prompts = [GOOD, [9, *GOOD], [4, 3]]
+    params = [engine.SamplingParams(max_new_tokens=count) for count in (40, 30, 50)]
+    plain = engine.load(target, None, exact=exact).generate(prompts, params)
+    texts = {prompt[0]: prompt + output.token_ids for prompt, output in zip(prompts, plain, strict=True)}
+    llm = engine.load(target, Spoiling(texts), 4, verification=rule, exact=exact)
+    outputs = llm.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert 0 < llm.stats.accepted_tokens < llm.stats.draft_tokens
+    again = llm.generate(prompts, params)  # drafts count again
+    assert [output.stats.draft_tokens for output in again] == [output.stats.draft_tokens for output in outputs]
