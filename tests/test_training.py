@@ -469,6 +469,53 @@ def test_damaged_work_is_named(target: Path, whole: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("no_plot")
+def test_answers_of_other_prompts_are_named(target: Path, whole: Path, tmp_path: Path) -> None:
+    """As two runs at once left them, before there was a lock, or a target whose tokenizer is another one by now."""
+    out = copy_of(whole, tmp_path / "out", "training", "validation", *TRAINING)
+    file = out / "work" / "answers.jsonl"
+    first, second, *others = file.read_text().splitlines(keepends=True)
+    for lines, message in (
+        ([first, second, *others, first], "answers.jsonl must hold one answer to each of 24 prompts, got 25 answers"),
+        ([first, first, second], r"answers.jsonl:2 must be the answer to prompts\[1\], got one to other token ids"),
+    ):
+        file.write_text("".join(lines))
+        with pytest.raises(ValueError, match=message):
+            train_drafter(PROMPTS, out, options(target))
+        assert file.read_text() == "".join(lines)
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_one_run_at_a_time(target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, answer = tmp_path / "out", run.answer_prompts
+
+    def while_another_one_runs(*args: Any) -> Any:
+        with pytest.raises(ValueError, match=f"out must be a folder in which no other run works, got {out}, in which"):
+            train_drafter(PROMPTS, out, options(target))
+        return answer(*args)
+
+    monkeypatch.setattr(run, "answer_prompts", while_another_one_runs)
+    train_drafter(PROMPTS, out, options(target))
+    monkeypatch.setattr(run, "answer_prompts", answer)
+    for name in ("model.safetensors", "work/answers.jsonl"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    train_drafter(PROMPTS, out, options(target))
+
+
+def test_other_work_that_is_begun_while_the_target_is_loaded(
+    target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, load = tmp_path / "out", run.load
+
+    def loaded_while_another_one_runs(*args: Any, **more: Any) -> engine.Engine:
+        with_options(whole, out, seed=1)
+        return load(*args, **more)
+
+    monkeypatch.setattr(run, "load", loaded_while_another_one_runs)
+    with pytest.raises(ValueError, match=r"there is other work, as seed \(1 before, 0 now\) differ"):
+        train_drafter(PROMPTS, out, options(target))
+
+
+@pytest.mark.usefixtures("no_plot")
 @pytest.mark.parametrize("part, size", [("training", 0), ("training", -100), ("validation", 1000)])
 def test_hidden_states_that_are_cut_off(part: str, size: int, target: Path, whole: Path, tmp_path: Path) -> None:
     """Found before anything is learned; and made again when the file is gone, as the error says."""

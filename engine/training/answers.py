@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -41,7 +41,7 @@ def read_answers(file: Path) -> list[Answer]:
 
 def answer_prompts(
     llm: Engine,
-    prompts: Sequence[Any],
+    prompts: Sequence[list[int]],
     file: Path,
     temperatures: Sequence[float],
     max_new_tokens: int,
@@ -54,16 +54,18 @@ def answer_prompts(
     rest of a group of which not all was written is done again.
 
     Args:
-        prompts: as `Engine.generate` takes them.
+        prompts: token ids.
         temperatures: prompt i is answered at the temperature i modulo their number.
         seed: prompt i has seed + i.
         max_length: of a prompt, in token ids then, with its answer; None: the engine's.
 
     Raises:
+        ValueError: if the file holds answers to other prompts, or more of them.
         OSError: if an answer cannot be written; those before it stay.
     """
     size = _BATCHES_PER_GROUP * llm.config.max_batch_size
     done = read_answers(file)
+    _check(done, prompts, file)
     if len(done) < len(prompts):
         done = done[: len(done) // size * size]
     if file.exists():  # without what was cut off
@@ -93,6 +95,15 @@ def answer_prompts(
             bar.update(len(group))
             bar.set_postfix_str(f"{tokens} tokens")
     return done
+
+
+def _check(answers: Sequence[Answer], prompts: Sequence[list[int]], file: Path) -> None:
+    """Their settings are the same; but a target may have got another tokenizer, or the file something else in it."""
+    if len(answers) > len(prompts):
+        raise ValueError(f"{file} must hold one answer to each of {len(prompts)} prompts, got {len(answers)} answers")
+    for index, (answer, prompt) in enumerate(zip(answers, prompts, strict=False)):
+        if answer.prompt_token_ids != prompt:
+            raise ValueError(f"{file}:{index + 1} must be the answer to prompts[{index}], got one to other token ids")
 
 
 def _length_of(file: Path, lines: int) -> int:

@@ -7,12 +7,13 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
 WORK = "work"
+LOCK = "lock"
 SETTINGS = "settings.json"
 SAVING = ".saving-"  # how folders begin in which a drafter is put together
 
@@ -68,7 +69,7 @@ def check_out(out: Path, settings: Mapping[str, Any]) -> None:
     file = out / WORK / SETTINGS
     if not file.exists():
         others = [path.name for path in (out.iterdir() if out.exists() else ()) if path.name != WORK]
-        if others or any(not path.name.endswith(".partial") for path in (out / WORK).glob("*")):
+        if others or any(path.name != LOCK and path.suffix != ".partial" for path in (out / WORK).glob("*")):
             raise ValueError(f"out must be a new or empty folder, or one in which a training was begun, got {out}")
         return
     try:
@@ -89,16 +90,47 @@ def check_out(out: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def begin(out: Path, settings: Mapping[str, Any]) -> Path:
-    """Make the work folder, with its settings, if it is not there yet; remove what a kill left of a drafter's saving."""
+@contextmanager
+def begin(out: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
+    """The work folder, which no other run uses meanwhile; made, with its settings, if it is not there yet, and without what a
+    kill left of a drafter's saving.
+
+    Raises:
+        ValueError: if another run works there, or has begun other work since `check_out`.
+        OSError: if it cannot be made or written to.
+    """
     work = out / WORK
     try:
         work.mkdir(parents=True, exist_ok=True)
+        file = (work / LOCK).open("a")  # a file, as NFS locks no folders
     except OSError as error:
         raise OSError(f"out must be a folder that can be made and written to, got {out}: {error}") from error
-    for folder in out.glob(f"{SAVING}*"):
-        shutil.rmtree(folder, ignore_errors=True)
-    if not (work / SETTINGS).exists():
-        with replacing(work / SETTINGS) as partial:
-            partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    return work
+    with file:
+        if not _lock(file):
+            raise ValueError(f"out must be a folder in which no other run works, got {out}, in which one does")
+        check_out(out, settings)
+        for folder in out.glob(f"{SAVING}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        if not (work / SETTINGS).exists():
+            try:
+                with replacing(work / SETTINGS) as partial:
+                    partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            except OSError:
+                (work / LOCK).unlink()  # nothing was begun
+                raise
+        yield work
+
+
+def _lock(file: IO[str]) -> bool:
+    """Hold a file until it is closed or the process ends; False: someone else does. Where nobody can, it is not held."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, as some of networks are
+        pass
+    return True

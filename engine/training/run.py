@@ -1,7 +1,8 @@
 """`python -m engine train`: prompts in, a trained drafter out, in three phases that each go on where they were stopped.
 
 The folder gets the drafter, a card (README.md), a plot of the training (training.png, with matplotlib) and, under work/, what
-the phases leave: settings.json, answers.jsonl, training/ and validation/ with hidden-*.safetensors, checkpoint.pt, log.jsonl.
+the phases leave: settings.json, answers.jsonl, training/ and validation/ with hidden-*.safetensors, checkpoint.pt, log.jsonl; and
+lock, which the run that works there holds.
 When the drafter is there, work/ is of no more use.
 """
 
@@ -50,7 +51,8 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         `out`.
 
     Raises:
-        ValueError: for bad options or prompts, or if `out` holds something else; before any work is done.
+        ValueError: for bad options or prompts, or if `out` holds something else or another run works in it; before any work
+            is done. Later, if a file of the work that was done before is damaged.
         OSError: if there is no room for the hidden states, before they are read; or if any file cannot be written. What was
             there is still there then, and the same call goes on from it.
         EngineError: if the training diverges.
@@ -80,34 +82,34 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         check_start(start.model, options.layers, target)
     limit = min(options.max_length, llm.max_length)
     ids = [_encode(prompt, index, llm, limit, options.chat) for index, prompt in enumerate(prompts)]
-    work = begin(out, settings)
-    answers = answer_prompts(
-        llm, ids, work / "answers.jsonl", options.temperatures, options.max_new_tokens, options.seed, limit
-    )
-    del llm  # and the buffers of its batch
-    held = min(max(1, round(options.validation_share * len(answers))), len(answers) - 1)
-    parts = {"training": answers[:-held], "validation": answers[-held:]}
-    texts = {}
-    for name, part in parts.items():
-        with no_room(work / name):
-            (work / name).mkdir(exist_ok=True)
-        texts[name] = KeptTexts(target, part, layers, work / name, limit)
-    room = math.inf if options.max_disk_gb is None else options.max_disk_gb * 1e9
-    texts["training"].write(room - texts["validation"].num_bytes)
-    texts["validation"].write(room)
-    objective = _objective(target, parts["training"], options, start)
-    schedule = Schedule(
-        epochs=options.epochs,
-        learning_rate=options.learning_rate,
-        tokens_per_batch=options.tokens_per_batch,
-        seed=options.seed,
-        learn_prompts=options.learn_prompts,
-    )
-    log = train(objective, texts["training"], texts["validation"], work, schedule)
-    _save(objective, target, tokenizer, out, options)
-    plot_training(log, out / "training.png")
-    with replacing(out / "README.md") as partial:
-        partial.write_text(card(options, parts, log, num_layers), encoding="utf-8")
+    with begin(out, settings) as work:
+        answers = answer_prompts(
+            llm, ids, work / "answers.jsonl", options.temperatures, options.max_new_tokens, options.seed, limit
+        )
+        del llm  # and the buffers of its batch
+        held = min(max(1, round(options.validation_share * len(answers))), len(answers) - 1)
+        parts = {"training": answers[:-held], "validation": answers[-held:]}
+        texts = {}
+        for name, part in parts.items():
+            with no_room(work / name):
+                (work / name).mkdir(exist_ok=True)
+            texts[name] = KeptTexts(target, part, layers, work / name, limit)
+        room = math.inf if options.max_disk_gb is None else options.max_disk_gb * 1e9
+        texts["training"].write(room - texts["validation"].num_bytes)
+        texts["validation"].write(room)
+        objective = _objective(target, parts["training"], options, start)
+        schedule = Schedule(
+            epochs=options.epochs,
+            learning_rate=options.learning_rate,
+            tokens_per_batch=options.tokens_per_batch,
+            seed=options.seed,
+            learn_prompts=options.learn_prompts,
+        )
+        log = train(objective, texts["training"], texts["validation"], work, schedule)
+        _save(objective, target, tokenizer, out, options)
+        plot_training(log, out / "training.png")
+        with replacing(out / "README.md") as partial:
+            partial.write_text(card(options, parts, log, num_layers), encoding="utf-8")
     return out
 
 
