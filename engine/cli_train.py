@@ -64,8 +64,8 @@ def train(
         list[int] | None,
         _option(
             "--layers",
-            "eagle3: hidden states that it reads, from 0, the embeddings, to the number of layers, what the target's head reads; "
-            "give the option once for each. Other servers take three, the last of them not among them.",
+            "eagle3: hidden states that it reads, from 0, the embeddings, to the number of layers, what the target's head reads, "
+            "ascending; give the option once for each. Other servers take three, the last of them not among them.",
             show_default="the three of EAGLE-3",
         ),
     ] = None,

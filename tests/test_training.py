@@ -224,6 +224,9 @@ def test_who_loads_a_head() -> None:
         (2, 15, 27), (2, 3, 4), (3, 4, 5), (0, 1, 2), (0, 1, 2), (0, 1),
     ]  # fmt: skip
     assert for_this_engine_alone((2, 15, 27), 30, False) == []
+    for layers in ((5, 2, 4), (2, 2, 4)):
+        (reason,) = for_this_engine_alone(layers, 30, False)
+        assert reason == f"it reads hidden states as {list(layers)}, not in ascending order and each once"
     assert for_this_engine_alone((8, 16, 24, 30), 30, True) == [
         "it reads 4 hidden states and not 3",
         "it reads what the target's head reads, behind the last norm, where others have what is before it",
@@ -578,6 +581,8 @@ def test_a_folder_that_cannot_be_made(target: Path) -> None:
         ({"max_length": 1}, "max_length must be >= 2, got 1"),
         ({"seed": -1}, r"seed must be in \[0, \d+\], got -1"),
         ({"layers": (0, -2)}, "layers must be >= 0, got -2"),
+        ({"layers": (5, 2, 4)}, r"layers must be ascending, each once, got \[5, 2, 4\]"),
+        ({"layers": (2, 2, 4)}, r"layers must be ascending, each once, got \[2, 2, 4\]"),
         ({"validation_share": 1.0}, r"validation_share must be in \(0, 1\), got 1.0"),
         ({"validation_share": float("nan")}, r"validation_share must be in \(0, 1\), got nan"),
         ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, got 0.0"),
@@ -695,6 +700,16 @@ def test_a_head_to_start_from(freeze_head: bool, target: Path, whole: Path, tmp_
         torch.testing.assert_close(found[name], expected[name], rtol=0.01, atol=1e-6, msg=name)  # bfloat16, tiny steps
     card = (out / "README.md").read_text()
     assert f"start_from: {start}" in card and "layers: (0, 1, 2)" in card
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_a_head_to_start_from_keeps_the_order_of_its_hidden_states(target: Path, whole: Path, tmp_path: Path) -> None:
+    start = copy_of(whole, tmp_path / "start", "work")
+    config = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps({**config, "eagle_aux_hidden_state_layer_ids": [1, 0, 2]}))
+    out = train_drafter(PROMPTS, tmp_path / "out", options(target, start_from=str(start), epochs=1))
+    assert json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [1, 0, 2]
+    assert "for this engine alone: it reads hidden states as [1, 0, 2], not in" in (out / "README.md").read_text()
 
 
 @pytest.mark.usefixtures("no_plot")

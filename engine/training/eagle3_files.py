@@ -1,7 +1,7 @@
 """An EAGLE-3 head as a checkpoint in the speculators format.
 
-Others that read the format (the speculators package 0.9, vLLM) load a head with three hidden states, taken between the
-target's layers, and with its output matrix in the file. That is what is trained by default; `for_this_engine_alone` tells
+Others that read the format (the speculators package 0.9, vLLM) load a head with three hidden states, taken in ascending order
+between the target's layers, and with its output matrix in the file. That is what is trained by default; `for_this_engine_alone` tells
 others apart, and `last_state_normed`, a key of our own, those that read the target behind its last norm. `embed_tokens.weight` is
 never in the file: everyone takes it from the target. SGLang does not read the format but the EAGLE repository's, with `midlayer.`
 for `layers.0.` and the layer's sizes beside the other keys of the config.
@@ -50,6 +50,8 @@ def for_this_engine_alone(layers: Sequence[int], num_target_layers: int, freeze_
     reasons = []
     if len(layers) != NUM_LAYERS:
         reasons.append(f"it reads {len(layers)} hidden states and not {NUM_LAYERS}")
+    if list(layers) != sorted(set(layers)):  # vLLM takes hidden states in this order, whatever the config's
+        reasons.append(f"it reads hidden states as {list(layers)}, not in ascending order and each once")
     if num_target_layers in layers:
         reasons.append(
             "it reads what the target's head reads, behind the last norm, where others have what is before it"

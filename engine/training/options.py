@@ -36,7 +36,7 @@ class TrainingOptions:
         draft_vocab_size: eagle3: so many of the answers' most frequent tokens can be drafted.
         layers: eagle3: the hidden states it reads (see `HiddenStates`); empty: the three of EAGLE-3, which other servers take:
             2, half of the layers, all but 3. Any others that are not three, or what the target's head reads among them, make a
-            head for this engine alone.
+            head for this engine alone. Ascending, as others sort them; with `start_from` in the order of that head.
         start_from: eagle3: folder or hub id of a head, or the name of a packaged one, to begin with instead of new weights; its
             `layers` are read, and its draft vocabulary is kept where it has an output matrix of its own.
         freeze_head: eagle3: the output matrix stays that of the target, and is not saved; the tokens of a text can then be drafted
@@ -90,7 +90,9 @@ class TrainingOptions:
         checked: dict[str, Any] = {name: check_int(name, getattr(self, name), 1) for name in _AT_LEAST_ONE}
         checked["max_length"] = check_int("max_length", self.max_length, 2)
         checked["seed"] = check_int("seed", self.seed, 0, 2**62)
-        checked["layers"] = check_ints("layers", self.layers, 0)
+        checked["layers"] = layers = check_ints("layers", self.layers, 0)
+        if self.start_from is None and list(layers) != sorted(set(layers)):
+            raise ValueError(f"layers must be ascending, each once, got {list(layers)}")
         for name in ("chat", "freeze_head", "learn_prompts"):
             check_bool(name, getattr(self, name))
         if not is_number(self.validation_share) or not 0 < self.validation_share < 1:
