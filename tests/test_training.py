@@ -683,6 +683,23 @@ def test_the_chat_template_is_used_unless_told_otherwise(target: Path, whole: Pa
 
 
 @pytest.mark.usefixtures("no_plot")
+def test_the_card_says_chat_where_prompts_were_chats(target: Path, tmp_path: Path) -> None:
+    without = shutil.copytree(target, tmp_path / "without")
+    (without / "chat_template.jinja").unlink()
+    messages: list[Any] = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:2]]
+    for aim, prompts, chat in (
+        (target, PROMPTS[:2], True),
+        (target, messages, True),
+        (target, [[5], [7, 8, 9]], False),
+        (without, PROMPTS[:2], False),
+    ):
+        out = tmp_path / f"{aim.name}-{len(list(tmp_path.iterdir()))}"
+        train_drafter(prompts, out, options(aim, method="medusa", max_new_tokens=2, epochs=1))
+        card = (out / "README.md").read_text()
+        assert ("generate --chat --target" in card, f"- chat: {chat}\n" in card) == (chat, True)
+
+
+@pytest.mark.usefixtures("no_plot")
 @pytest.mark.parametrize("freeze_head", [False, True])
 def test_a_head_to_start_from(freeze_head: bool, target: Path, whole: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"freeze_head": freeze_head, "epochs": 1}

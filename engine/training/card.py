@@ -19,6 +19,7 @@ def card(
     """A Markdown text that says what the drafter is, how it was made and how good it got.
 
     Args:
+        options: with `chat` as it was: False where the prompts were not wrapped in a chat template after all.
         parts: the answers for "training" and "validation".
         log: of the training loop.
         num_target_layers: of the target.

@@ -22,7 +22,6 @@ from ..config import check_int
 from ..drafters.eagle import EagleDrafter
 from ..drafters.eagle_model import usual_layers
 from ..drafters.named import named
-from ..engine import Engine
 from ..prompts import encode
 from ..support import vocab_size
 from .answers import Answer, answer_prompts
@@ -81,7 +80,11 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     if start is not None:
         check_start(start.model, options.layers, target)
     limit = min(options.max_length, llm.max_length)
-    ids = [_encode(prompt, index, llm, limit, options.chat) for index, prompt in enumerate(prompts)]
+    if options.chat:
+        prompts = [_wrapped(prompt, tokenizer) for prompt in prompts]
+    num_tokens = vocab_size(target)
+    ids = [encode(prompt, f"prompts[{i}]", tokenizer, num_tokens, limit) for i, prompt in enumerate(prompts)]
+    options = replace(options, chat=options.chat and any(map(_is_chat, prompts)))  # as it was, for the card
     with begin(out, settings) as work:
         answers = answer_prompts(
             llm, ids, work / "answers.jsonl", options.temperatures, options.max_new_tokens, options.seed, limit
@@ -113,10 +116,15 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     return out
 
 
-def _encode(prompt: Any, index: int, llm: Engine, max_length: int, chat: bool) -> list[int]:
-    if chat and isinstance(prompt, str) and getattr(llm.tokenizer, "chat_template", None):
-        prompt = [{"role": "user", "content": prompt}]
-    return encode(prompt, f"prompts[{index}]", llm.tokenizer, vocab_size(llm.target_model), max_length)
+def _wrapped(prompt: Any, tokenizer: Any) -> Any:
+    """Plain text as a chat, if there is a template for it."""
+    if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
+        return prompt
+    return [{"role": "user", "content": prompt}]
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and isinstance(prompt[0], dict)
 
 
 def _layers(target: PreTrainedModel, options: TrainingOptions) -> tuple[int, ...]:
