@@ -20,11 +20,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS
+from tiny_tokenizer import byte_tokenizer
 from training_cases import PROMPTS, log_of, options, write_target
 
 import engine
 from engine.training import answers, hidden, loop, run
 from engine.training.eagle3_files import for_this_engine_alone
+from engine.training.files import settings_of
 from engine.training.options import TrainingOptions
 from engine.training.run import train_drafter
 
@@ -634,6 +636,7 @@ def test_numbers_of_numpy() -> None:
         ("one", {}, "prompts must be at least 2"),
         (["one", " "], {}, r"prompts\[1\] must not be empty"),
         (["one", "x" * 60], {}, r"prompts\[1\] has \d+ tokens; at most 47 leave room for a new one in max_length = 48"),
+        (["one", {1}], {}, r"prompts\[1\] must be a string, token ids or chat messages: got set"),
         (["one", [1, 999]], {}, r"prompts\[1\] must hold token ids in \[0, 258\), got 999"),
         (["one", "two"], {"layers": (0, 3)}, r"layers must be in \[0, 2\], as the target has 2 layers, got \[0, 3\]"),
         (["one", "two"], {"method": "draft-model", "num_layers": 3}, r"num_layers must be in \[1, 2\], got 3"),
@@ -671,6 +674,28 @@ def test_token_ids_as_prompts_and_two_are_enough(target: Path, tmp_path: Path) -
     kept = [json.loads(line) for line in (out / "work" / "answers.jsonl").read_text().splitlines()]
     assert [line["prompt_token_ids"] for line in kept] == [[5], [7, 8, 9]]
     assert texts_of(target, out)[0] == texts_of(target, None)[0]
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_prompts_of_all_types_that_an_engine_takes(target: Path, tmp_path: Path) -> None:
+    """Ids are the same work whatever holds them."""
+    tokenizer = byte_tokenizer()
+    prompts: list[Any] = [
+        "a",
+        [104, 105],
+        np.array([104, 105]),
+        [np.int64(104), np.int32(105)],
+        torch.tensor([104, 105]),
+    ]
+    prompts += [tokenizer("hi"), tokenizer("hi", return_tensors="pt"), tokenizer("hi", return_tensors="np")]
+    out = train_drafter(prompts, tmp_path / "out", options(target, method="medusa", max_new_tokens=2, epochs=1))
+    kept = [json.loads(line) for line in (out / "work" / "answers.jsonl").read_text().splitlines()]
+    assert [line["prompt_token_ids"] for line in kept[1:]] == [[104, 105]] * 7
+    hashes = [settings_of({}, [prompt])["prompts_sha256"] for prompt in prompts]
+    assert len(set(hashes[1:6])) == 1 and len(set(hashes[6:])) == 1
+    # What work was begun with before is still the same.
+    assert settings_of({}, ["one", "zwö"])["prompts_sha256"].startswith("434c655a33f91c17")
+    assert settings_of({}, [[104, 105], torch.tensor([7, 8, 9])])["prompts_sha256"].startswith("508fdf104674991b")
 
 
 @pytest.mark.usefixtures("no_plot")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from safetensors import SafetensorError
-from torch import Tensor
+from transformers import BatchEncoding
 
 WORK = "work"
 LOCK = "lock"
@@ -50,12 +50,28 @@ def no_room(file: Path) -> Iterator[None]:
 
 
 def settings_of(options: Mapping[str, Any], prompts: Sequence[Any]) -> dict[str, Any]:
-    """What the work of a run depends on, as JSON has it: options, number of prompts and a hash over all of them."""
+    """What the work of a run depends on, as JSON has it: options, number of prompts and a hash over all of them.
+
+    Raises:
+        ValueError: for a prompt that `Engine.generate` does not take.
+    """
     digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps(prompt.tolist() if isinstance(prompt, Tensor) else prompt).encode() + b"\n")
+    for index, prompt in enumerate(prompts):
+        try:
+            digest.update(json.dumps(prompt, default=_plain).encode() + b"\n")
+        except TypeError as error:
+            raise ValueError(f"prompts[{index}] must be a string, token ids or chat messages: {error}") from error
     found: dict[str, Any] = json.loads(json.dumps(dict(options)))
     return found | {"num_prompts": len(prompts), "prompts_sha256": digest.hexdigest()}
+
+
+def _plain(ids: Any) -> Any:
+    """Token ids, or one of them, that are of no type of Python's own: of torch, of numpy or what a tokenizer returns."""
+    if isinstance(ids, BatchEncoding):
+        return ids.get("input_ids")
+    if not hasattr(ids, "tolist"):
+        raise TypeError(f"got {type(ids).__name__}")
+    return ids.tolist()
 
 
 def check_out(out: Path, settings: Mapping[str, Any]) -> None:
