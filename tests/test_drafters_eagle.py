@@ -695,6 +695,7 @@ def test_law_of_a_cascade(tmp_path: Path, verification: str, setting: dict[str, 
             lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(32)}),
             r"extra layers\.0\.input_layernorm\.weight \[32\]$",
         ),
+        ("speculators", lambda t: t.update(t2d=torch.tensor(True)), r"t2d must be \[1\], got \[\]$"),
     ],
 )
 def test_tensors_that_are_wrong(tmp_path: Path, layout: str, change: Change, message: str) -> None:
@@ -737,6 +738,23 @@ def test_heads_of_another_target(target: PreTrainedModel, tmp_path: Path) -> Non
 def test_configs_that_are_wrong(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         recognise(Head(**REDUCED).speculators(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (dict(hidden_act="none"), "none"),
+        (dict(rope_parameters=dict(rope_type="other", rope_theta=10000.0)), "other"),
+        (dict(rope_scaling=dict(rope_type="other", factor=2.0)), "other"),
+    ],
+)
+def test_configs_of_layers_that_cannot_be_made(tmp_path: Path, changes: dict[str, Any], name: str) -> None:
+    folder = Head(**REDUCED).speculators(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"config\.json must describe layers of llama that can be made: .*'{name}'"):
+        recognise(folder)
 
 
 @pytest.mark.parametrize("layout", ["speculators", "repository"])

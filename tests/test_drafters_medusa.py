@@ -265,6 +265,11 @@ def test_other_weights_in_the_folder(tmp_path: Path) -> None:
         ({"2.1.weight": None}, r"missing 2\.1\.weight \[64, 32\]$"),
         ({"0.7.weight": torch.zeros(3)}, r"extra 0\.7\.weight \[3\]$"),
         ({"1.1.weight": torch.zeros(63, 32)}, r"1\.1\.weight must be \[64, 32\], got \[63, 32\]$"),
+        (
+            {"0.0.linear.weight": torch.tensor(1.0)},
+            r"at least one dimension, got a number as \['0\.0\.linear\.weight'\]",
+        ),
+        ({"0.1.weight": torch.tensor(1.0)}, r"at least one dimension, got a number as \['0\.1\.weight'\]"),
     ],
 )
 def test_tensors_that_are_wrong(tmp_path: Path, change: dict[str, Any], message: str) -> None:

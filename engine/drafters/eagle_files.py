@@ -33,7 +33,7 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
         tensors.pop("lm_head.weight", None)  # the target's is used
     layer_config = _layer_config(files, tensors)
     if eagle3 and "t2d" in tensors:
-        layer_config.vocab_size = len(tensors["t2d"])
+        layer_config.vocab_size = tensors["t2d"].numel()
     elif "target_vocab_size" in config:
         layer_config.vocab_size = files.number("target_vocab_size")
     vocab_size = layer_config.vocab_size
@@ -56,7 +56,12 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
     )
     if own.draft_vocab_size == vocab_size and not tensors.get("d2t", torch.zeros(1)).any():
         tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}  # they say nothing
-    model = EagleModel(own)
+    try:
+        model = EagleModel(own)
+    except Exception as error:  # of many kinds, as for names that transformers does not know
+        raise ValueError(
+            f"{files.folder / 'config.json'} must describe layers of {own.model_type} that can be made: {error!r}"
+        ) from error
     missing = fill(model, tensors, files.folder, optional=("lm_head.weight", "t2d"))
     model.head_is_targets = "lm_head.weight" in missing
     ids = model.target_ids

@@ -100,6 +100,8 @@ def build(files: HeadFiles) -> MedusaHeads:
         )
     if config.get("original_lm_head") and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
         tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
+    if numbers := sorted(name for name, value in files.tensors.items() if not value.dim()):
+        raise ValueError(f"{files.folder} must hold tensors of at least one dimension, got a number as {numbers[:5]}")
     layout = LAYOUTS[kind]
     num_heads = 1 + max(int(found[1]) for name in tensors if (found := layout.in_block.fullmatch(name)))
     num_heads, num_blocks = max(num_heads, files.number(layout.num_heads, 1)), files.number(layout.num_blocks, 1)
