@@ -347,6 +347,23 @@ def test_a_finished_run_is_left_as_it_is(target: Path, whole: Path, tmp_path: Pa
     train_drafter(PROMPTS, out, options(target, device="cpu"))  # may be another machine's
 
 
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize("without", [(), DRAFTER])
+def test_a_trained_drafter_needs_its_hidden_states_no_more(
+    without: tuple[str, ...], target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They can be deleted, of a run that saved its drafter or was stopped before that."""
+    out = copy_of(whole, tmp_path / "out", "hidden-*", *without)
+    fail_after(monkeypatch, hidden, "_read", 0)
+    train_drafter(PROMPTS, out, options(target))
+    assert not list(out.rglob("hidden-*"))
+    assert_same(out, copy_of(whole, tmp_path / "expected", "hidden-*"))
+    for name in ("checkpoint.pt", "log.jsonl"):
+        (out / "work" / name).unlink()
+    with pytest.raises(Stop):  # all is to be learned, from them
+        train_drafter(PROMPTS, out, options(target))
+
+
 @contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
     """No file can grow beyond so many bytes: the system's own error, as from a full disk."""
@@ -461,9 +478,11 @@ def test_no_room_for_the_hidden_states(
 @pytest.mark.usefixtures("no_plot")
 def test_damaged_work_is_named(target: Path, whole: Path, tmp_path: Path) -> None:
     out = copy_of(whole, tmp_path / "out")
-    (out / "work" / "checkpoint.pt").write_bytes(b"no checkpoint")
-    with pytest.raises((ValueError, OSError), match=r"checkpoint.pt must be a checkpoint of this training"):
-        train_drafter(PROMPTS, out, options(target))
+    checkpoint = (out / "work" / "checkpoint.pt").read_bytes()
+    for content in (b"no checkpoint", b"", checkpoint[:100], checkpoint[:-100]):
+        (out / "work" / "checkpoint.pt").write_bytes(content)
+        with pytest.raises(ValueError, match=r"checkpoint.pt must be a checkpoint of this training: .*; without that"):
+            train_drafter(PROMPTS, out, options(target))
     lines = (out / "work" / "answers.jsonl").read_text().splitlines()
     (out / "work" / "answers.jsonl").write_text("\n".join([lines[0], "{}", *lines[2:], ""]))
     with pytest.raises(ValueError, match=r"answers.jsonl:2 must be an answer"):

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,6 +29,7 @@ FINAL_RATE = 0.05  # of the highest learning rate, at the end
 CLIP = 1.0  # largest norm of a gradient
 WEIGHT_DECAY = 0.01
 SECONDS_BETWEEN_CHECKPOINTS = 60.0  # at least
+CHECKPOINT = "checkpoint.pt"
 
 
 class Objective(Protocol):
@@ -93,6 +95,31 @@ def train(
             run.end_epoch(evaluate(module, batches(validation, schedule.tokens_per_batch, 0, 0)))
     run.write_log()  # should the run have been killed between its last checkpoint and that
     return run.log
+
+
+def is_done(folder: Path, epochs: int) -> bool:
+    """Whether the folder's checkpoint is that of so many epochs, after which no text is read any more.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    file = folder / CHECKPOINT
+    if not file.exists():
+        return False
+    with _reading(file):
+        place = torch.load(file, "cpu", weights_only=True, mmap=True)["place"]  # its tensors stay on the disk
+        return bool(place[0] >= epochs)
+
+
+@contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds advice that is none here
+        raise ValueError(
+            f"{checkpoint} must be a checkpoint of this training: {reason}; without that file, training begins anew"
+        ) from error
 
 
 def evaluate(module: nn.Module, found: Iterator[Batch]) -> dict[str, Any]:
@@ -183,7 +210,7 @@ class _Run:
             place=(self.epoch, self.batch, self.tokens),
             log=self.log,
         )
-        with replacing(self.folder / "checkpoint.pt") as partial:
+        with replacing(self.folder / CHECKPOINT) as partial:
             torch.save(state, partial)
         self.write_log()
         self._saved = _now()
@@ -195,19 +222,14 @@ class _Run:
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one."""
-        file = self.folder / "checkpoint.pt"
+        file = self.folder / CHECKPOINT
         if not file.exists():
             return
-        try:
+        with _reading(file):
             state = torch.load(file, "cpu", weights_only=True)
             shapes = [value.shape for value in state["module"]]
             if shapes != [parameter.shape for parameter in self.parameters]:
                 raise ValueError("its tensors have other shapes")
-        except (RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
-            reason = str(error).splitlines()[0]  # torch adds advice that is none here
-            raise ValueError(
-                f"{file} must be a checkpoint of this training: {reason}; without that file, training begins anew"
-            ) from error
         for parameter, value in zip(self.parameters, state["module"], strict=True):
             parameter.data.copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])

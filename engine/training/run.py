@@ -30,7 +30,7 @@ from .eagle3 import Eagle3Training, check_start
 from .eagle3_files import save_eagle3
 from .files import SAVING, begin, check_out, no_room, replacing, settings_of
 from .hidden import KeptTexts
-from .loop import Schedule, train
+from .loop import Schedule, is_done, train
 from .objectives import DraftModelTraining, MedusaTraining, MlpTraining
 from .options import TrainingOptions
 from .plots import plot_training
@@ -98,8 +98,9 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
                 (work / name).mkdir(exist_ok=True)
             texts[name] = KeptTexts(target, part, layers, work / name, limit)
         room = math.inf if options.max_disk_gb is None else options.max_disk_gb * 1e9
-        texts["training"].write(room - texts["validation"].num_bytes)
-        texts["validation"].write(room)
+        if not is_done(work, options.epochs):  # if it is, they may have been deleted, for the room that they take
+            texts["training"].write(room - texts["validation"].num_bytes)
+            texts["validation"].write(room)
         objective = _objective(target, parts["training"], options, start)
         schedule = Schedule(
             epochs=options.epochs,
