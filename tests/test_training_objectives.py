@@ -11,13 +11,13 @@ import torch
 from head_checkpoints import check_greedy_drafts
 from tiny_models import CONFIGS, VOCAB, tiny
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from engine.drafters import EagleDrafter, MedusaDrafter, MlpSpeculatorDrafter
 from engine.drafters.eagle_model import EagleModel
 from engine.training.answers import Answer
 from engine.training.batches import Batch, batches, collate
-from engine.training.eagle3 import Eagle3Training, Unroll
+from engine.training.eagle3 import Eagle3Training, Unroll, head_config
 from engine.training.eagle3_files import save_eagle3
 from engine.training.hidden import KeptTexts, Text
 from engine.training.loop import acceptance, evaluate, learning_rate
@@ -74,6 +74,17 @@ def rounded(module: Any, spread: float = 0.15) -> Any:
             if parameter.requires_grad:
                 parameter += spread * torch.randn_like(parameter)
     return module.to(torch.bfloat16).float()
+
+
+def test_a_head_for_layers_of_several_sizes() -> None:
+    """As gemma4 has them, whose config refuses to name one size."""
+    pytest.importorskip("transformers.models.gemma4")
+    target = AutoConfig.for_model(
+        "gemma4_text", hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, global_head_dim=16
+    )
+    made = head_config(target, num_features=3, draft_vocab_size=100)
+    assert (made.head_dim, made.num_attention_heads, made.num_key_value_heads) == (8, 4, 2)
+    assert EagleModel(made).layers[0].self_attn.q_proj.weight.shape == (32, 64)
 
 
 def test_a_head_starts_as_the_last_layer() -> None:

@@ -256,11 +256,11 @@ def head_config(target: Any, num_features: int, draft_vocab_size: int) -> Any:
     layer = LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        intermediate_size=getattr(target, "intermediate_size", None) or 4 * target.hidden_size,
+        intermediate_size=_of_all_layers(target, "intermediate_size") or 4 * target.hidden_size,
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
-        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+        num_key_value_heads=_of_all_layers(target, "num_key_value_heads") or heads,
+        head_dim=_of_all_layers(target, "head_dim") or target.hidden_size // heads,
         max_position_embeddings=context_length(target),
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-5),
         rope_parameters=_rope(target),
@@ -269,6 +269,14 @@ def head_config(target: Any, num_features: int, draft_vocab_size: int) -> Any:
     return eagle_config(
         layer, num_features=num_features, feature_size=target.hidden_size, draft_vocab_size=draft_vocab_size
     )
+
+
+def _of_all_layers(target: Any, name: str) -> Any:
+    """What a config says of its layers; None if it says nothing, or not the same of each, as of gemma4's heads."""
+    try:
+        return getattr(target, name, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, which not all releases of transformers have
+        return None
 
 
 def _rope(target: Any) -> dict[str, Any] | None:
