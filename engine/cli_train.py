@@ -58,7 +58,12 @@ def train(
         float, _option("--validation-share", "Of the prompts, the last ones; nothing is learned from them.")
     ] = _DEFAULT.validation_share,
     draft_vocab_size: Annotated[
-        int, _option("--draft-vocab-size", "eagle3: so many of the answers' most frequent tokens can be drafted.")
+        int,
+        _option(
+            "--draft-vocab-size",
+            "eagle3: so many of the answers' most frequent tokens can be drafted; a head to start from that has an output matrix "
+            "keeps its own tokens.",
+        ),
     ] = _DEFAULT.draft_vocab_size,
     layers: Annotated[
         list[int] | None,

@@ -761,6 +761,7 @@ def test_a_head_to_start_from(freeze_head: bool, target: Path, whole: Path, tmp_
         torch.testing.assert_close(found[name], expected[name], rtol=0.01, atol=1e-6, msg=name)  # bfloat16, tiny steps
     card = (out / "README.md").read_text()
     assert f"start_from: {start}" in card and "layers: (0, 1, 2)" in card
+    assert f"draft_vocab_size: {len(found['d2t'])}\n" in card
 
 
 @pytest.mark.usefixtures("no_plot")

@@ -19,7 +19,8 @@ def card(
     """A Markdown text that says what the drafter is, how it was made and how good it got.
 
     Args:
-        options: with `chat` as it was: False where the prompts were not wrapped in a chat template after all.
+        options: with `chat` and `draft_vocab_size` as they came out: False where no prompt was wrapped in a chat template, and
+            the number of tokens that can be drafted.
         parts: the answers for "training" and "validation".
         log: of the training loop.
         num_target_layers: of the target.

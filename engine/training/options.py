@@ -33,7 +33,7 @@ class TrainingOptions:
         max_length: of a prompt with its answer; at most the target's context counts.
         batch_size: prompts that are answered together.
         validation_share: of the prompts, the last ones; nothing is learned from them. At least one, and not all.
-        draft_vocab_size: eagle3: so many of the answers' most frequent tokens can be drafted.
+        draft_vocab_size: eagle3: so many of the answers' most frequent tokens can be drafted; see `start_from`.
         layers: eagle3: the hidden states it reads (see `HiddenStates`); empty: the three of EAGLE-3, which other servers take:
             2, half of the layers, all but 3. Any others that are not three, or what the target's head reads among them, make a
             head for this engine alone. Ascending, as others sort them; with `start_from` in the order of that head.

@@ -109,6 +109,8 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
             seed=options.seed,
             learn_prompts=options.learn_prompts,
         )
+        if isinstance(objective, Eagle3Training):  # what it came to, for the card
+            options = replace(options, draft_vocab_size=len(objective.draft_ids))
         log = train(objective, texts["training"], texts["validation"], work, schedule)
         _save(objective, target, tokenizer, out, options)
         plot_training(log, out / "training.png")
