@@ -20,7 +20,7 @@ import engine
 from bench.throughput import command_line, plots, run
 from bench.throughput.__main__ import main
 from bench.throughput.command_line import command, parse
-from bench.throughput.hf import Transformers
+from bench.throughput.hf import Transformers, TransformersAssisted
 from bench.throughput.methods import Call, Contest
 from bench.throughput.options import Options
 from bench.throughput.ours import Ours
@@ -34,6 +34,8 @@ few_plots = throughput_runs.few_plots
 one_thread = throughput_runs.one_thread
 prompts = throughput_runs.prompts
 target = throughput_runs.target
+
+LOOKUP = "transformers lookup K=5"
 
 
 # Options.
@@ -322,6 +324,44 @@ def test_a_method_that_fails_is_a_result(
     assert "| transformers lookup K=5 | 1 (1 failed) |" in text
     assert "- ours ngram K=5: ValueError: not on Sundays" in text
     assert "transformers lookup K=5 failed: RuntimeError: out of luck" in capsys.readouterr().err
+
+
+def test_what_was_left_out_is_not_where_it_ran_in_the_end(
+    bench: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    def interrupted(self: Records, records: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersAssisted, "prepare", fails)
+        patch.setattr(Records, "add", interrupted)
+        folder = bench("--categories", "edit", status=130)
+    assert [entry["method"] for entry in json.loads((folder / "run.json").read_text())["skipped"]] == [LOOKUP]
+    bench("--categories", "edit")
+    assert json.loads((folder / "run.json").read_text())["skipped"] == []
+    assert "Left out" not in (folder / "table.md").read_text()
+    assert sum(record["method"] == LOOKUP for record in read_records(folder)) == 2
+
+
+def test_a_second_turn_whose_first_one_failed(bench: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes without the answer."""
+    generate = Ours.generate
+
+    def fails_at_first(self: Ours, prompts: Any, seeds: Any, max_new_tokens: int) -> Call:
+        if prompts == [first] and max_new_tokens == 24:  # else it is warmed up
+            raise RuntimeError("out of luck")
+        return generate(self, prompts, seeds, max_new_tokens)
+
+    tokenizer = byte_tokenizer()
+    first = render(tokenizer, ["hello"], [], "auto")
+    monkeypatch.setattr(Ours, "generate", fails_at_first)
+    records = read_records(bench("--categories", "talk", baselines="plain", tokens="24"))
+    assert [r["error"] is None for r in records if r["method"] == "ours plain"] == [False, True]
+    length = len(render(tokenizer, ["hello", "and then?"], [""], "auto"))
+    assert {r["prompt_tokens"] for r in records if r["turn"] == 1} == {length}
 
 
 def test_batches_and_sampling(bench: Callable[..., Path], draft: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """bench/throughput: who takes part. Draft models, ways to draft, transformers and other engines, presets."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,8 @@ one_thread = throughput_runs.one_thread
 prompts = throughput_runs.prompts
 target = throughput_runs.target
 
+TRANSFORMERS = ("transformers plain", "transformers lookup K=2")
+
 
 def test_cascades_are_no_models_for_others(bench: Callable[..., Path], draft: str) -> None:
     drafters = ("suffix", f"ngram+{draft}", "layer_skip:1-1", f"staged:{draft}", f"ngram+staged:{draft}")
@@ -54,6 +57,26 @@ def test_cascades_are_no_models_for_others(bench: Callable[..., Path], draft: st
     assert all(text == texts[0] for text in texts)
     for name in ("ngram+small", "staged:small", "ngram+staged:small"):
         assert sum(r["accepted_tokens"] for r in records if r["method"] == f"ours {name} K=2") > 0
+
+
+def test_nobody_has_a_checkpoints_repetition_penalty(
+    bench: Callable[..., Path], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(target, tmp_path / "penalised")
+    settings = folder / "generation_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "repetition_penalty": 1.5}))
+    params = engine.SamplingParams(max_new_tokens=12)
+    prompt = [ord(letter) for letter in "abcabcabc"]
+    texts = [engine.load(each, dtype="float32").generate(prompt, params).token_ids for each in (target, folder)]
+    assert texts[0] != texts[1]  # it would show
+    records = read_records(bench("-t", str(folder), "-k", "2", tokens="12"))
+    assert {r["method"] for r in records} == {"ours plain", "ours ngram K=2", *TRANSFORMERS}
+    assert {difference for r in records for difference in r["differences"].values()} == {None}
+    warmed: list[engine.SamplingParams] = []
+    monkeypatch.setattr(Graphs, "for_device", lambda device: Books())
+    monkeypatch.setattr(engine.Engine, "warmup", lambda self, sizes, lengths, params: warmed.append(params))
+    Ours(None).prepare(load_bed(Options(tmp_path, target=str(folder), dtypes=("float32",)), "float32"), ONE)
+    assert [params.repetition_penalty for params in warmed] == [1.0]
 
 
 def test_a_staged_model_is_loaded_once(target: str, draft: str, tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ class Match:
             say(f"left out: {', '.join(names)}: {reason}")
         if not ready:
             raise ValueError(f"no method could run ({self.contest.label}); the reasons are above")
+        self.records.take_part(self.contest.label, [method.name for method in ready])
         return ready
 
     def _prompts(self, group: Group, repeat: int) -> list[list[int]]:
@@ -129,7 +130,7 @@ class Match:
             if (record["method"], record["line"], record["turn"], record["repeat"]) == (
                 OUR_PLAIN, prompt.index + 1, turn, repeat,
             ) and record["contest"] == asdict(self.contest):  # fmt: skip
-                return record["text"] or ""
+                return record.get("text") or ""  # a call that failed has none
         return ""
 
     def _seeds(self, group: Group, repeat: int) -> list[int]:

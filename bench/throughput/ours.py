@@ -100,7 +100,11 @@ class Ours(Method):
         rows, lengths = [contest.batch_size], [self._llm.max_length]
         rows += [1 << i for i in range(contest.batch_size.bit_length()) if 1 << i < contest.batch_size]
         lengths += [256 << i for i in range(lengths[0].bit_length()) if 256 << i < lengths[0]]
-        self._llm.warmup(rows, lengths, engine.SamplingParams(contest.temperature))
+        self._llm.warmup(rows, lengths, self._params())
+
+    def _params(self, **more: Any) -> engine.SamplingParams:
+        """Without the repetition penalty that a checkpoint may ask for, as everybody else gets it, see `Bed.stock_copy`."""
+        return engine.SamplingParams(self._contest.temperature, repetition_penalty=1.0, **more)
 
     def _make_drafter(self, bed: Bed) -> Any:
         if self.drafter is not None and self.synthetic:
@@ -114,12 +118,8 @@ class Ours(Method):
         return draft_model(Checkpoint(bed.target, bed.tokenizer), Checkpoint(model, tokenizer), staged)
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
-        params = [
-            engine.SamplingParams(
-                self._contest.temperature, max_new_tokens=max_new_tokens, seed=seed, ignore_eos=self._bed.ignore_eos
-            )
-            for seed in seeds
-        ]
+        more = dict(max_new_tokens=max_new_tokens, ignore_eos=self._bed.ignore_eos)
+        params = [self._params(seed=seed, **more) for seed in seeds]
         if isinstance(self._drafter, SyntheticDrafter):
             self._drafter.expect(prompts, self.plain_texts)
         before, clock = _seconds(self._llm.stats), ForwardClock(self._llm)

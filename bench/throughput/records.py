@@ -53,6 +53,13 @@ class Records:
             self.save_run(skipped=[*self.run["skipped"], entry])
         return (method, reason) not in known
 
+    def take_part(self, contest: str, methods: Sequence[str]) -> None:
+        """Forget why methods were left out of a contest, where a run that went on has them."""
+        skipped = self.run["skipped"]
+        kept = [entry for entry in skipped if entry["contest"] != contest or entry["method"] not in methods]
+        if len(kept) < len(skipped):
+            self.save_run(skipped=kept)
+
     def has(self, unit: dict[str, Any], methods: Iterable[str]) -> bool:
         """Whether all these methods have a record of a unit (see `unit_of`)."""
         return set(methods) <= {record["method"] for record in self.records if unit_of(record) == unit}
