@@ -9,7 +9,6 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,8 @@ def measure(
         categories: of each prompt.
 
     Returns:
-        `acceptance`: for each position, the share of its drafts that stand if those before them do; `block_efficiency`,
-        `rounds` and `new_tokens` as `Stats` has them; `categories`: the block efficiency in each.
+        `acceptance`: for each position, the share of its drafts that stand, of those before which all stand;
+        `block_efficiency`, `rounds` and `new_tokens` as `Stats` has them; `categories`: the block efficiency in each.
     """
     for stage in getattr(llm.drafter, "stages", (llm.drafter,)):
         if hasattr(stage, "min_reach"):
@@ -44,9 +43,11 @@ def measure(
         by_category[category].rounds += output.stats.rounds
         by_category[category].new_tokens += output.stats.new_tokens
     stats = llm.stats
-    reached = [1.0, *stats.acceptance_per_position]  # that all up to this position stand
+    positions = range(1, len(stats.acceptance_per_position) + 1)
+    # A round that proposes fewer tokens has no say in later positions.
+    met = [(stats.rounds_with(n, n), stats.rounds_with(n, n - 1)) for n in positions]
     return {
-        "acceptance": [stands / before if before else 0.0 for before, stands in pairwise(reached)],
+        "acceptance": [stand / drafted if drafted else 0.0 for stand, drafted in met],
         "block_efficiency": stats.block_efficiency,
         "rounds": stats.rounds,
         "new_tokens": stats.new_tokens,
@@ -71,14 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is not None and not options.out.resolve().parent.is_dir():
         parser.error(f"--out must be in a folder that exists, got {options.out}")
     try:
+        params = engine.SamplingParams(max_new_tokens=options.max_new_tokens)
         prompts = read_prompts(options.prompts)
         target = options.target or find_model()
         llm = engine.load(
             target, options.drafter, options.num_draft_tokens, max_batch_size=options.batch_size, dtype=options.dtype
         )
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
-    ids = [cut(render(llm.tokenizer, prompt.turns[:1], [], "auto"), options.max_prompt_tokens) for prompt in prompts]
+        ids = [
+            cut(render(llm.tokenizer, prompt.turns[:1], [], "auto"), options.max_prompt_tokens) for prompt in prompts
+        ]
+        llm.check(ids, params)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
     found = measure(llm, ids, [prompt.category for prompt in prompts], options.max_new_tokens)
     print("position: " + ", ".join(f"{i} {share:.3f}" for i, share in enumerate(found["acceptance"], 1)))
     print(f"block efficiency {found['block_efficiency']:.2f}, {found['rounds']} rounds of {len(ids)} prompts")

@@ -181,8 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from bench.report import environment
 
     about = environment("cuda" if torch.cuda.is_available() else "cpu")
-    specs = contenders(options.target, options.drafter)
-    found = run(specs, options.runs)
+    try:
+        specs = contenders(options.target, options.drafter)
+        found = run(specs, options.runs)
+    except (ValueError, OSError, RuntimeError) as error:
+        parser.error(" ".join(str(error).split()))
     result = summary(found)
     for name, medians in result["medians"].items():
         print(f"{name}: " + ", ".join(f"{part} {value:.2f}" for part, value in medians.items()))

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +24,7 @@ class Stats:
     what the reader of a stream does between pieces.
     """
 
-    rounds: int = (
-        0  # target calls, counted once per row (`exact` makes several of more than 7 drafts, and they count as one)
-    )
+    rounds: int = 0  # target calls, counted once per row (for `exact`, the several of more than 7 drafts are one)
     new_tokens: int = 0
     draft_tokens: int = 0  # proposed
     accepted_tokens: int = 0
@@ -33,8 +32,9 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # target forward and verification
     total_seconds: float = 0.0
-    _proposed: list[int] = field(default_factory=lambda: [0])  # [n]: rounds that proposed n tokens
-    _accepted: list[int] = field(default_factory=lambda: [0])  # [n]: rounds that accepted n tokens
+    _counts: Counter[tuple[int, int]] = field(
+        default_factory=Counter
+    )  # rounds that (proposed, accepted) so many tokens
 
     def add_round(self, proposed: int, accepted: int, emitted: int) -> None:
         """Count one round of one row."""
@@ -42,9 +42,11 @@ class Stats:
         self.new_tokens += emitted
         self.draft_tokens += proposed
         self.accepted_tokens += accepted
-        for histogram, count in ((self._proposed, proposed), (self._accepted, accepted)):
-            histogram.extend([0] * (count + 1 - len(histogram)))
-            histogram[count] += 1
+        self._counts[proposed, accepted] += 1
+
+    def rounds_with(self, proposed: int, accepted: int) -> int:
+        """Those that proposed, and accepted, at least so many tokens."""
+        return sum(count for (p, a), count in self._counts.items() if p >= proposed and a >= accepted)
 
     @property
     def acceptance_rate(self) -> float:
@@ -54,11 +56,8 @@ class Stats:
     @property
     def acceptance_per_position(self) -> list[float]:
         """[i]: of the rounds that proposed an (i+1)-th token, the share that accepted it."""
-        return [
-            sum(self._accepted[n:]) / sum(self._proposed[n:])
-            for n in range(1, len(self._proposed))
-            if self._proposed[n:]
-        ]
+        longest = max((proposed for proposed, _ in self._counts), default=0)
+        return [self.rounds_with(n, n) / self.rounds_with(n, 0) for n in range(1, longest + 1)]
 
     @property
     def block_efficiency(self) -> float:

@@ -44,6 +44,24 @@ def test_a_position_counts_where_those_before_it_stand() -> None:
     assert acceptance.measure(llm, random_prompts(3), ["any"] * 3, 21)["acceptance"] == [1.0, 0.0, 0.0]
 
 
+def test_rounds_with_fewer_drafts_have_no_say_in_later_positions() -> None:
+    """Every other draft stands alone and is wrong; those that are right have a right one behind them."""
+    target = tiny("llama")
+
+    class Uneven(engine.DraftModel):
+        def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+            tokens = super().propose(state, num_draft_tokens).tokens
+            odd = state.position % 2 == 1
+            tokens[odd, 0] = (tokens[odd, 0] + 1) % 64
+            tokens[odd, 1:] = -1
+            return engine.Proposal(tokens)
+
+    llm = engine.load(target, Uneven(target), num_draft_tokens=2)
+    first, second = acceptance.measure(llm, random_prompts(3), ["any"] * 3, 20)["acceptance"]
+    assert 0 < first < 1 and first == llm.stats.acceptance_per_position[0]
+    assert second == 1.0
+
+
 def test_the_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "found.json"
     lines = [{"question_id": i, "category": "any", "turns": [f"Prompt number {i}"]} for i in range(3)]
@@ -63,9 +81,25 @@ def test_the_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("--out {tmp}/none/found.json", "--out must be in a folder that exists"),
         ("--prompts {tmp}/none.jsonl", "prompts must be an existing file"),
         ("-k -1", "num_draft_tokens must be >= 0"),
+        ("-n 0", "max_new_tokens must be >= 1, got 0"),
+        ("-d ngram --max-prompt-tokens 9000 --prompts {tmp}/long.jsonl", "prompts[0] has 5007 tokens; at most 4095"),
     ],
 )
 def test_bad_input(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, rule: str) -> None:
+    line = {"question_id": 1, "category": "any", "turns": ["x" * 5000]}
+    (tmp_path / "long.jsonl").write_text(json.dumps(line), encoding="utf-8")
     with pytest.raises(SystemExit):
         acceptance.main(["-t", str(checkpoint), *words.format(tmp=tmp_path).split()])
     assert rule in capsys.readouterr().err
+
+
+def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def cannot(*arguments: object, **options: object) -> None:
+        raise OSError("target must be ... a hub id that can be had, got 'no/such':\nwe could not connect")
+
+    monkeypatch.setattr(engine, "load", cannot)
+    with pytest.raises(SystemExit):
+        acceptance.main(["-t", "no/such"])
+    assert capsys.readouterr().err.endswith(
+        "error: target must be ... a hub id that can be had, got 'no/such': we could not connect\n"
+    )

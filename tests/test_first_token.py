@@ -88,6 +88,13 @@ def test_a_process_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monke
         first_token.measure(dict(library="ours", target="nowhere"))
 
 
+def test_a_target_that_is_not_there_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        first_token.main(["--target", "/nope", "--runs", "1"])
+    *_, last = capsys.readouterr().err.splitlines()
+    assert "error: " in last and "target must be an existing path or a hub id, got '/nope'" in last
+
+
 @pytest.mark.slow
 def test_on_a_tiny_checkpoint(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "first_token.json"
