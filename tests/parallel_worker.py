@@ -22,6 +22,10 @@ PROMPTS = random_prompts(6)
 GREEDY = engine.SamplingParams(max_new_tokens=12)
 SEEDED = [engine.SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=12, seed=seed) for seed in range(6)]
 UNSEEDED = engine.SamplingParams(temperature=1.0, max_new_tokens=12)
+HEADS_OF = (
+    "target",
+    "tied_llama",
+)  # targets of the head: with an output matrix of its own, and with its embeddings as such
 OPTIONS = dict(num_draft_tokens=4, max_batch_size=3)  # fewer rows than prompts: some wait
 
 
@@ -88,6 +92,10 @@ def observations(folder: Path) -> dict[str, Any]:
             folder / "target", drafter=folder / "draft", verification=method, **OPTIONS, tensor_parallel=True
         )
         seen[method] = texts(drafted, SEEDED)
+
+    for name in HEADS_OF:
+        headed = engine.load(folder / name, drafter=folder / "head", **OPTIONS, tensor_parallel=True)
+        seen[f"head of {name}"] = [texts(headed, SEEDED), headed.stats.accepted_tokens]
 
     uneven: dict[str, Any] = {**OPTIONS, "num_draft_tokens": "auto", "drafter": Uneven(), "tensor_parallel": True}
     seen["auto"] = texts(engine.load(folder / "target", **uneven), GREEDY)

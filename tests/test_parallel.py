@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_worker import GREEDY, OPTIONS, PROMPTS, SEEDED, texts
+from eagle_checkpoints import Head
+from parallel_worker import GREEDY, HEADS_OF, OPTIONS, PROMPTS, SEEDED, texts
 from tiny_models import CONFIGS, greedy, perturbed, tiny
 from transformers import AutoConfig, PreTrainedModel
 
@@ -30,6 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target.save_pretrained(path / "target")
     perturbed(target, 0.2).save_pretrained(path / "draft")
     tiny("gpt_neox", tie_word_embeddings=True).save_pretrained(path / "tied")
+    tiny("llama", tie_word_embeddings=True).save_pretrained(path / "tied_llama")
+    borrowed = ("embed_tokens.weight", "lm_head.weight")
+    head = Head(layers=(0, 1, 2), left_out=borrowed, draft_ids=list(range(0, 64, 3)))
+    head.speculators(path / "head")
     return path
 
 
@@ -76,6 +81,9 @@ def alone(folder: Path, launched: object) -> dict[str, Any]:
     for method in ("rejection", "coupled"):
         llm = engine.load(folder / "target", drafter=folder / "draft", verification=method, **OPTIONS)
         seen[method] = texts(llm, SEEDED)
+    for name in HEADS_OF:
+        headed = engine.load(folder / name, drafter=folder / "head", **OPTIONS)
+        seen[f"head of {name}"] = [texts(headed, SEEDED), headed.stats.accepted_tokens]
     return seen
 
 
@@ -84,10 +92,11 @@ def ranks(folder: Path, launched: subprocess.Popen[str], alone: object) -> list[
     return results(launched, folder)
 
 
-@pytest.mark.parametrize("case", ["ngram", "rejection", "coupled"])
+@pytest.mark.parametrize("case", ["ngram", "rejection", "coupled", *(f"head of {name}" for name in HEADS_OF)])
 def test_tokens_of_one_process(case: str, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    """Greedy with an n-gram drafter, sampled with a draft model; ragged prompts, more of them than rows."""
-    assert all(alone[case])
+    """Greedy with an n-gram drafter, sampled with a draft model, and with heads whose output matrix is the target's, of which each
+    rank has a slice. Ragged prompts, more of them than rows."""
+    assert all(alone[case])  # of heads: some drafts stand
     for seen in ranks:
         assert seen[case] == alone[case]
 

@@ -127,10 +127,13 @@ class EagleDrafter:
         if not model.head_is_targets:
             return None
         tied = getattr(target.config, "tie_word_embeddings", False)
-        output: Tensor = (embeddings if tied else head).weight.detach()  # a packed head's is a copy
+        output: Any = (embeddings if tied else head).weight.detach()  # a packed head's is a copy
+        if hasattr(output, "full_tensor"):  # a DTensor, of which each rank has a slice; rows are looked up in all of it
+            output = output.full_tensor()
         model.lm_head = torch.nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False, device="meta")
         model.lm_head.weight = torch.nn.Parameter(output[model.target_ids], requires_grad=False)
-        return output if config.draft_vocab_size < config.vocab_size else None
+        whole: Tensor = output
+        return whole if config.draft_vocab_size < config.vocab_size else None
 
     @property
     def ragged(self) -> RaggedModel:
