@@ -45,8 +45,7 @@ class Engine:
         self.exact = model.device.type != "cpu" if config.exact is None else config.exact
         self.config, self.tokenizer, self.drafter = config, tokenizer, drafter
         self._ranks = Ranks.of(model)
-        arguments = (config, model.dtype, type(drafter).__name__)
-        self._ranks.require_same("the arguments of engine.load", arguments)
+        self._ranks.require_same("the arguments of engine.load", (config, model.dtype, _described(drafter)))
         self._target = RaggedModel(model, config.max_batch_size, self.exact, compile=config.compile)
         if (attach := getattr(drafter, "attach", None)) is not None:
             attach(self._target)
@@ -110,8 +109,7 @@ class Engine:
             those that had not ended.
         """
         check_bool("progress", progress)
-        items, single = prompting.split(prompts)
-        requests = self._requests(items, params, with_text=False)
+        requests, single = self._requests(prompts, params)
         outputs: list[Output | None] = [None] * len(requests)
         with tqdm(total=len(requests), unit="prompt", disable=not progress or self._ranks.rank > 0) as bar:
             tokens = 0
@@ -135,15 +133,12 @@ class Engine:
         Raises:
             As `generate`; bad input is reported by the call itself, before the first piece is asked for.
         """
-        items, single = prompting.split(prompt)
-        if not single:
-            raise ValueError("stream takes one prompt; use generate for several")
-        request = self._requests(items, params, with_text=True)[0]
-        return self._pieces(request)
+        requests, _ = self._requests(prompt, params, streamed=True)
+        return self._pieces(requests[0])
 
     def check(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None) -> None:
-        """Raise the ValueError that `generate` would raise for these, and do no other work."""
-        self._requests(prompting.split(prompts)[0], params, with_text=False)
+        """Raise the ValueError that `generate` would raise for these, and do no other work. A rank may do so by itself."""
+        self._checked(prompts, params)
 
     def warmup(
         self,
@@ -201,8 +196,24 @@ class Engine:
             return AdaptiveLength(skips_padding=self._target.skips_padding)
         return AdaptiveLength(FEW_CHOICES, column_cost=0.01)
 
-    def _requests(self, items: list[Any], params: Any, with_text: bool) -> list[Request]:
-        """Check everything that the user gave."""
+    def _requests(self, prompts: Any, params: Any, streamed: bool = False) -> tuple[list[Request], bool]:
+        """Check everything that the user gave, on all ranks; whether there was only one prompt comes with it."""
+        what = "prompts and params"
+        try:
+            requests, single = self._checked(prompts, params, streamed)
+        except ValueError as error:  # a rank that was given something else would wait for this one
+            self._ranks.require_same(what, str(error))
+            raise
+        self._ranks.require_same(what, [(request.prompt, request.params) for request in requests])
+        for request, seed in zip(requests, self._ranks.agree_on([r.seed for r in requests]), strict=True):
+            request.seed = seed
+        return requests, single
+
+    def _checked(self, prompts: Any, params: Any, streamed: bool = False) -> tuple[list[Request], bool]:
+        """The same on this rank alone, whose fresh seeds are its own."""
+        items, single = prompting.split(prompts)
+        if streamed and not single:
+            raise ValueError("stream takes one prompt; use generate for several")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(items)
         fits = isinstance(params, list | tuple) and len(params) == len(items)
@@ -218,15 +229,12 @@ class Engine:
             ids = prompting.encode(item, name, self.tokenizer, self._target.vocab_size, self.max_length)
             stop, stop_token_ids = self._stops(param, special)
             text = None
-            if self.tokenizer is not None and (with_text or stop):
+            if self.tokenizer is not None and (streamed or stop):
                 text = TextStream(self.tokenizer, stop)
             seed = secrets.randbits(63) if param.seed is None else param.seed
             limit = min(len(ids) + param.max_new_tokens, self.max_length)
             requests.append(Request(index, ids, self._whole(param), seed, limit, text, stop_token_ids))
-        self._ranks.require_same("prompts and params", [(request.prompt, request.params) for request in requests])
-        for request, seed in zip(requests, self._ranks.agree_on([r.seed for r in requests]), strict=True):
-            request.seed = seed
-        return requests
+        return requests, single
 
     def _whole(self, params: SamplingParams) -> SamplingParams:
         """With the target's own settings where a request leaves them to it."""
@@ -276,6 +284,15 @@ class Engine:
             text = whole_text(self.tokenizer, request.token_ids[:end])
         logprobs = request.logprobs if request.params.logprobs else None
         return Output(text, request.token_ids, request.prompt, request.finish_reason, request.stats, logprobs)
+
+
+def _described(drafter: Any) -> list[tuple[str, Any]]:
+    """What ranks can compare of a drafter: the kind of each stage and the layers that it runs or reads, no folders."""
+    described = []
+    for stage in getattr(drafter, "stages", (drafter,)):
+        layers = getattr(stage, "layers", None)
+        described.append((type(stage).__name__, layers if isinstance(layers, tuple) else None))
+    return described
 
 
 def _raise_errors(requests: Sequence[Request], outputs: list[Output | None]) -> None:

@@ -85,6 +85,12 @@ def observations(folder: Path) -> dict[str, Any]:
     seen["shows_a_bar"] = "prompt" in stderr.getvalue()
     seen["other_prompts"] = message(lambda: llm.generate([[5 + rank]], GREEDY))
     seen["other_params"] = message(lambda: llm.generate([[5]], engine.SamplingParams(seed=rank)))
+    seen["one_bad_prompt"] = message(lambda: llm.generate([[5], [-rank]], GREEDY))
+    seen["one_empty_list"] = message(lambda: llm.generate([[5]] * (1 - rank), GREEDY))
+    seen["one_bad_stream"] = message(lambda: llm.stream([[5]] * rank + [5], GREEDY))
+    seen["all_bad_prompts"] = message(lambda: llm.generate([[5], [-1]], GREEDY))
+    if rank == 1:
+        llm.check([[5]], GREEDY)  # waits for nobody
     seen["after_errors"] = texts(llm, GREEDY)
 
     for method in ("rejection", "coupled"):
@@ -108,6 +114,10 @@ def observations(folder: Path) -> dict[str, Any]:
         llm = engine.load(folder / "target", drafter=Oracle(text, lie), num_draft_tokens=3, tensor_parallel=True)
         seen[name] = message(lambda llm=llm: llm.generate(PROMPTS[1], GREEDY))  # type: ignore[misc]
     seen["other_load"] = message(lambda: engine.load(folder / "target", num_draft_tokens=rank, tensor_parallel=True))
+    layers = f"layer_skip:{1 + rank}"
+    seen["other_layers"] = message(lambda: engine.load(folder / "target", drafter=layers, tensor_parallel=True))
+    cascade = f"ngram+layer_skip:{rank}-1"
+    seen["other_stage"] = message(lambda: engine.load(folder / "target", drafter=cascade, tensor_parallel=True))
     seen["tied"] = message(lambda: engine.load(folder / "tied", tensor_parallel=True))
     seen["seconds"] = llm._ranks.end_round([[7]], [1.5 + rank, 0.25])
     return seen

@@ -128,11 +128,13 @@ def test_exact_text_does_not_depend_on_drafts(ranks: list[dict[str, Any]]) -> No
 
 def test_ranks_that_were_given_different_things_are_told(ranks: list[dict[str, Any]]) -> None:
     for seen in ranks:
-        for case in ("other_prompts", "other_params"):
+        for case in ("other_prompts", "other_params", "one_bad_prompt", "one_empty_list", "one_bad_stream"):
             assert seen[case] == (
                 "ValueError: prompts and params must be the same on every rank, but ranks [1] of 2 differ from rank 0"
             )
-        assert seen["other_load"].startswith("ValueError: the arguments of engine.load must be the same on every rank")
+        assert seen["all_bad_prompts"] == "ValueError: prompts[1] must hold token ids in [0, 64), got -1"
+        for case in ("other_load", "other_layers", "other_stage"):
+            assert seen[case].startswith("ValueError: the arguments of engine.load must be the same on every rank")
         assert seen["after_errors"] == seen["ngram"]
 
 
