@@ -1,8 +1,10 @@
 """bench/throughput: options, and whole runs on tiny random models."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +37,7 @@ one_thread = throughput_runs.one_thread
 prompts = throughput_runs.prompts
 target = throughput_runs.target
 
+ROOT = Path(__file__).resolve().parent.parent
 LOOKUP = "transformers lookup K=5"
 
 
@@ -296,6 +299,19 @@ def test_without_matplotlib(
     monkeypatch.setattr(plots, "available", available)
     assert main(["--out", str(folder), "--report-only"]) == 0
     assert (folder / "speedup.png").exists() and note not in (folder / "table.md").read_text()
+
+
+def test_a_reader_of_the_report_that_has_gone(tmp_path: Path) -> None:
+    code = (
+        "import sys, bench.throughput.report as report; report.write_report = lambda folder: 'table'; "
+        "from bench.throughput.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", code, "--report-only", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_method_that_fails_is_a_result(

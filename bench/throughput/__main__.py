@@ -12,7 +12,8 @@ from bench.throughput.prompts import read_prompts, select
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then write `table.md` and the plots; returns the exit status.
 
-    2 for bad input, 1 for a failure, 130 after Ctrl-C, which keeps what was measured.
+    2 for bad input, 1 for a failure, 130 after Ctrl-C, which keeps what was measured. A reader that has gone, as with `| head`,
+    ends it with 1 and no word.
     """
     options, restart, report_only = parse(arguments)
     try:
@@ -20,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _report(options)
         _check_before_work(options)
         return _measure(options, restart)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, FileNotFoundError) as error:
         return _fail(error, 2)
     except (OSError, ImportError, MemoryError) as error:
@@ -54,7 +58,7 @@ def _measure(options: Options, restart: bool) -> int:
 def _report(options: Options) -> int:
     from bench.throughput.report import write_report
 
-    print(write_report(options.out))
+    print(write_report(options.out), flush=True)
     return 0
 
 
