@@ -11,6 +11,7 @@ from .errors import EngineError
 from .terminal import (
     legend,
     output_record,
+    shown,
     stats_line,
     stdout_console,
     stop_on_interrupt,
@@ -83,8 +84,9 @@ class Chat:
         if not line:
             return None
         line = line.strip()
-        if line:
-            self._say("> {}", line)  # so that a transcript shows both sides
+        if line and not self.as_json:
+            # So that a transcript shows both sides; with no markup, which would double a backslash at the end.
+            self.console.out(shown(self.console, f"> {line}"), highlight=False)
         return line
 
     def _command(self, line: str) -> None:

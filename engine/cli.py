@@ -34,6 +34,9 @@ UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as with `<&-` or `>&-`
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (for as long as the process lasts)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # better a question mark than no text at all
@@ -294,9 +297,9 @@ def _renumbered(message: str, start: int) -> str:
 
 
 def _show(index: int, output: "Output", as_json: bool) -> None:
-    from .terminal import output_record, write_json
+    from .terminal import output_record, shown, stdout_console, write_json
 
     if as_json:
         write_json({"index": index, **output_record(output)})
     else:
-        print(f"--- {index + 1} ---\n{output.text}", flush=True)
+        print(f"--- {index + 1} ---\n{shown(stdout_console(), output.text or '')}", flush=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .demo_prompts import PROMPTS, DemoPrompt, find_model
@@ -118,7 +119,7 @@ def run(options: DemoOptions) -> None:
         write_json({**environment, "prompts": reports})
     else:
         _show_table(console, reports, options.repeats, speculative)
-        console.print(f"[dim]{describe(environment)}[/]")
+        console.print(f"[dim]{escape(describe(environment))}[/]")
 
 
 def _load(options: DemoOptions) -> "tuple[Engine, Engine]":
@@ -190,7 +191,7 @@ def _messages(prompt: DemoPrompt) -> list[dict[str, str]]:
 
 def _show_table(console: Console, reports: list[dict[str, Any]], repeats: int, llm: "Engine") -> None:
     table = Table(box=box.SIMPLE_HEAVY, collapse_padding=True, pad_edge=False)
-    table.add_column("prompt")
+    table.add_column("prompt", no_wrap=True)
     rates = ("plain\ntokens/s", "speculative\ntokens/s", "speedup")
     for name in (*rates, "acceptance", "block\nefficiency", "same\ntext"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -205,6 +206,8 @@ def _show_table(console: Console, reports: list[dict[str, Any]], repeats: int, l
             f"{row['block_efficiency']:.2f}",
             "yes" if row["identical"] else "no",
         )
+    # On a narrow terminal too: lines that it wraps can be read, columns that are cut away cannot.
+    table.width = console.measure(table, options=console.options.update(width=1000)).maximum
     console.print(table)
     console.print(f"Median of runs in turns ({repeats} each) of the whole answer, reading the prompt included.")
     console.print("Block efficiency: tokens per call of the target.")

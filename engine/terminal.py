@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 if TYPE_CHECKING:
     from .metrics import Stats
@@ -20,8 +21,8 @@ DRAFTED_STYLE = "green"
 
 
 def stdout_console() -> Console:
-    """A console that leaves the wrapping of text to the terminal."""
-    return Console(highlight=False, soft_wrap=True)
+    """A console that leaves the wrapping of text to the terminal, and reads no names of emoji in it."""
+    return Console(highlight=False, soft_wrap=True, emoji=False)
 
 
 def has_colours(console: Console) -> bool:
@@ -36,6 +37,11 @@ def legend(console: Console) -> str:
     return f"[{DRAFTED_STYLE}]drafted and accepted[/]  the target's own"
 
 
+def shown(console: Console, text: str) -> str:
+    """A model may emit escape codes, which are no business of the reader's terminal: there, they are shown and not obeyed."""
+    return text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}") if console.is_terminal else text
+
+
 def write_piece(console: Console, piece: "Piece") -> None:
     """Show what a round added to an answer. Not on a terminal, the text is written as it is."""
     if not console.is_terminal:
@@ -43,9 +49,7 @@ def write_piece(console: Console, piece: "Piece") -> None:
         console.file.flush()
         return
     for span in piece.spans:
-        # A model may emit escape codes, which are no business of the reader's terminal.
-        text = span.text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
-        console.out(text, style=DRAFTED_STYLE if span.drafted else None, highlight=False, end="")
+        console.out(shown(console, span.text), style=DRAFTED_STYLE if span.drafted else None, highlight=False, end="")
 
 
 def stats_line(stats: "Stats") -> str:
@@ -85,13 +89,13 @@ def _finite(value: Any) -> Any:
 @contextmanager
 def working(message: str, note: bool = False) -> Iterator[None]:
     """Say on stderr what takes so long. Not on a terminal: nothing, or one line if `note`."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     if not console.is_terminal:
         if note:
             print(message, file=sys.stderr, flush=True)
         yield
         return
-    with console.status(message, spinner="dots"):
+    with console.status(escape(message), spinner="dots"):
         yield
 
 

@@ -40,6 +40,15 @@ def test_chat_over_a_pipe(
     assert engines[0].asked[2] == [system, {"role": "user", "content": "new"}]
 
 
+def test_lines_of_a_pipe_are_echoed_as_they_are(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "what :heart: is [bold]foo\\"
+    pipe(monkeypatch, f"{line}\n")
+    assert cli.main(["chat", "-t", "model"]) == 0
+    assert capsys.readouterr().out.startswith(f"> {line}\n{line.upper()}\n")
+
+
 def test_chat_json_and_errors(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

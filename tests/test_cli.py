@@ -62,6 +62,22 @@ def test_version_and_a_reader_that_has_gone(capsys: pytest.CaptureFixture[str]) 
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize(
+    "closed, words, status, out, err",
+    [
+        ("<&-", "generate -t missing.gguf", 2, "", "error: target must be"),
+        (">&-", "--version", 0, "", ""),
+        ("2>&-", "generate --top-p 0 x", 2, "", ""),
+        ("<&- >&- 2>&-", "--help", 0, "", ""),
+    ],
+)
+def test_closed_streams(closed: str, words: str, status: int, out: str, err: str) -> None:
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "engine", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (status, out)
+    assert done.stderr.startswith(err) and done.stderr.count("\n") == bool(err)
+
+
 def test_generate_streams_one_prompt(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     words = "generate -t model -d none -k 3 --exact --max-length 99 --top-k 4 --seed 5 -T 0.5 --stop . --stop !"
     words += " --ignore-eos --stop-token-ids 7 --stop-token-ids 8 --tokenizer words"
@@ -81,6 +97,18 @@ def test_generate_several_prompts(engines: list[FakeEngine], capsys: pytest.Capt
     assert cli.main(["generate", "-t", "model", "--chat", "a b", "c"]) == 0
     assert capsys.readouterr().out == "--- 1 ---\nA B\n--- 2 ---\nC\n"
     assert engines[0].asked == [[{"role": "user", "content": "a b"}], [{"role": "user", "content": "c"}]]
+
+
+def test_escape_codes_of_several_prompts(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal shows them, as it does for a single prompt; elsewhere a text is as it is."""
+    command = ["generate", "-t", "model", "a\x1b[2J", "b"]
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == "--- 1 ---\nA\x1b[2J\n--- 2 ---\nB\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == "--- 1 ---\nA\N{SYMBOL FOR ESCAPE}[2J\n--- 2 ---\nB\n"
 
 
 def test_generate_json(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:

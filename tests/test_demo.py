@@ -2,6 +2,7 @@
 
 import io
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from cli_fakes import FakeEngine, json_lines
 from rich.console import Console
+from rich.text import Text
 
 from engine import cli, demo, demo_prompts, terminal
 from engine.heads import DEFAULT_DRAFTER
@@ -48,6 +50,31 @@ def test_demo_table(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str
     assert speculative.options["tokenizer"] == plain.tokenizer
     assert len(plain.asked) == 3 * (1 + 2)  # a warm-up and the timed runs
     assert len(speculative.asked) == 3 * (1 + 1 + 2)  # and the text that is shown
+
+
+@pytest.mark.parametrize("columns", [40, 200])
+def test_the_table_is_whole_on_any_terminal(
+    columns: int, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert cli.main(["demo", "-t", "model", "--repeats", "1"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["prompt", "tokens/s", "tokens/s", "speedup", "acceptance", "efficiency", "text"] in lines
+    rows = [words for words in lines if words[:1] in (["question"], ["summary"], ["edit"]) and "2.00" in words]
+    assert len(rows) == 3
+
+
+def test_brackets_in_the_name_of_a_target(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "-t", "models/long[v2]", "--repeats", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("long[v2], bfloat16, ngram drafter")
+
+
+def test_what_takes_so_long_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(Console, "status", lambda self, text, spinner: (said.append(text), nullcontext())[1])
+    with terminal.working("loading long[v2]"):
+        assert Text.from_markup(said[0]).plain == "loading long[v2]"
 
 
 def test_demo_has_a_trained_head_for_its_own_target(engines: list[FakeEngine]) -> None:
