@@ -32,9 +32,7 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # target forward and verification
     total_seconds: float = 0.0
-    _counts: Counter[tuple[int, int]] = field(
-        default_factory=Counter
-    )  # rounds that (proposed, accepted) so many tokens
+    _counts: Counter[tuple[int, int]] = field(default_factory=Counter)  # rounds, by tokens (proposed, accepted)
 
     def add_round(self, proposed: int, accepted: int, emitted: int) -> None:
         """Count one round of one row."""
