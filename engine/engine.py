@@ -1,28 +1,24 @@
 """The host's side: prompts in, rounds until every row has ended, text out."""
 
-import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from numbers import Integral
+from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from . import prompts as prompting
 from .compiled import compile_now
 from .config import EngineConfig, SamplingParams, check_bool, check_ints
-from .detokenize import TextStream, special_tokens, whole_text
+from .detokenize import whole_text
 from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
 from .drafters.base import Drafter
 from .errors import EngineError, InvalidLogitsError
-from .generation_config import repetition_penalty, warn_of_not_applied
+from .generation_config import eos_token_ids, repetition_penalty, warn_of_not_applied
 from .graphs import Graphs
 from .metrics import RoundClock, Stats
 from .model import EXACT_WIDTH, RaggedModel
 from .output import Output, Piece
 from .parallel import Ranks
+from .requests import RequestMaker
 from .round import Round
 from .scheduler import Request
 from .serving import Server
@@ -54,6 +50,9 @@ class Engine:
             part.attached_to = self._target
         self.max_length = config.max_length or self._target.context_length
         self.stats = Stats()
+        self._requests = RequestMaker(
+            tokenizer, self._target.vocab_size, self.max_length, repetition_penalty(model), self._ranks
+        )
         graphs = Graphs.for_device(model.device) if self._target.capturable else Graphs(None)
         self._server = Server(
             Round(self._target, drafter, config.verification, RoundClock(model.device), graphs),
@@ -66,7 +65,6 @@ class Engine:
             ranks=self._ranks,
         )
         self._generating = False
-        self._repetition_penalty = repetition_penalty(model)
         warn_of_not_applied(model)
         if config.compile:  # with the hidden states that the drafter keeps
             compile_now(self._target)
@@ -109,7 +107,7 @@ class Engine:
             those that had not ended.
         """
         check_bool("progress", progress)
-        requests, single = self._requests(prompts, params)
+        requests, single = self._requests.make(prompts, params)
         outputs: list[Output | None] = [None] * len(requests)
         with tqdm(total=len(requests), unit="prompt", disable=not progress or self._ranks.rank > 0) as bar:
             tokens = 0
@@ -133,12 +131,12 @@ class Engine:
         Raises:
             As `generate`; bad input is reported by the call itself, before the first piece is asked for.
         """
-        requests, _ = self._requests(prompt, params, streamed=True)
+        requests, _ = self._requests.make(prompt, params, streamed=True)
         return self._pieces(requests[0])
 
     def check(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None) -> None:
         """Raise the ValueError that `generate` would raise for these, and do no other work. A rank may do so by itself."""
-        self._checked(prompts, params)
+        self._requests.check(prompts, params)
 
     def warmup(
         self,
@@ -175,7 +173,7 @@ class Engine:
         # The longest first: buffers that grow would undo the others.
         kinds = [(size, length) for length in sorted(text_lengths, reverse=True) for size in batch_sizes]
         for size, length in tqdm(kinds, unit="bucket", disable=not progress or self._ranks.rank > 0):
-            self._server.warmup(size, length, self._whole(params or SamplingParams()))
+            self._server.warmup(size, length, self._requests.whole(params or SamplingParams()))
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         for _, new in self._serve([request]):
@@ -195,60 +193,6 @@ class Engine:
         if self._target.device.type == "cpu":
             return AdaptiveLength(skips_padding=self._target.skips_padding)
         return AdaptiveLength(FEW_CHOICES, column_cost=0.01)
-
-    def _requests(self, prompts: Any, params: Any, streamed: bool = False) -> tuple[list[Request], bool]:
-        """Check everything that the user gave, on all ranks; whether there was only one prompt comes with it."""
-        what = "prompts and params"
-        try:
-            requests, single = self._checked(prompts, params, streamed)
-        except ValueError as error:  # a rank that was given something else would wait for this one
-            self._ranks.require_same(what, str(error))
-            raise
-        self._ranks.require_same(what, [(request.prompt, request.params) for request in requests])
-        for request, seed in zip(requests, self._ranks.agree_on([r.seed for r in requests]), strict=True):
-            request.seed = seed
-        return requests, single
-
-    def _checked(self, prompts: Any, params: Any, streamed: bool = False) -> tuple[list[Request], bool]:
-        """The same on this rank alone, whose fresh seeds are its own."""
-        items, single = prompting.split(prompts)
-        if streamed and not single:
-            raise ValueError("stream takes one prompt; use generate for several")
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(items)
-        fits = isinstance(params, list | tuple) and len(params) == len(items)
-        if not fits or not all(isinstance(p, SamplingParams) for p in params):
-            got = f"{len(params)} of them" if isinstance(params, list | tuple) and not fits else f"{params!r:.200}"
-            raise ValueError(
-                f"params must be SamplingParams, or a list of one for each of {len(items)} prompts, got {got}"
-            )
-        special = special_tokens(self.tokenizer) if any(param.stop for param in params) else {}
-        requests = []
-        for index, (item, param) in enumerate(zip(items, params, strict=True)):
-            name = f"prompts[{index}]"
-            ids = prompting.encode(item, name, self.tokenizer, self._target.vocab_size, self.max_length)
-            stop, stop_token_ids = self._stops(param, special)
-            text = None
-            if self.tokenizer is not None and (streamed or stop):
-                text = TextStream(self.tokenizer, stop)
-            seed = secrets.randbits(63) if param.seed is None else param.seed
-            limit = min(len(ids) + param.max_new_tokens, self.max_length)
-            requests.append(Request(index, ids, self._whole(param), seed, limit, text, stop_token_ids))
-        return requests, single
-
-    def _whole(self, params: SamplingParams) -> SamplingParams:
-        """With the target's own settings where a request leaves them to it."""
-        if params.repetition_penalty is None:
-            return replace(params, repetition_penalty=self._repetition_penalty)
-        return params
-
-    def _stops(self, params: SamplingParams, special: dict[str, int]) -> tuple[list[str], frozenset[int]]:
-        """Strings that end a text, and tokens: those given as such, and special ones given as strings."""
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop needs a tokenizer: pass tokenizer= to engine.load")
-        check_ints("stop_token_ids", params.stop_token_ids, 0, self._target.vocab_size - 1)
-        strings = [text for text in params.stop if text not in special]
-        return strings, frozenset([*params.stop_token_ids, *(special[text] for text in params.stop if text in special)])
 
     def _serve(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Run all requests to their ends; yields (request, new tokens) per row and round."""
@@ -300,26 +244,3 @@ def _raise_errors(requests: Sequence[Request], outputs: list[Output | None]) -> 
     if errors:
         others = f" (and for {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise InvalidLogitsError(next(iter(errors.values())) + others, outputs, errors)
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Some models have several.
-
-    What the generation config says counts, also None, as in `transformers`, which makes one from the model's config where a
-    checkpoint has none. The tokenizer is asked where neither config knows of any.
-
-    Raises:
-        ValueError: if it is neither an int nor ints.
-    """
-    generation = getattr(model, "generation_config", None)
-    ids = getattr(model.config if generation is None else generation, "eos_token_id", None)
-    if ids is None and getattr(model.config, "eos_token_id", None) is None:
-        ids = getattr(tokenizer, "eos_token_id", None)
-    if isinstance(ids, Tensor):
-        ids = ids.flatten().tolist()
-    ids = () if ids is None else ids if isinstance(ids, Iterable) else [ids]
-    if not all(isinstance(token, Integral) for token in ids):
-        raise ValueError(
-            f"eos_token_id in the target's generation_config.json must be an int or a list of ints, got {ids!r}"
-        )
-    return frozenset(map(int, ids))

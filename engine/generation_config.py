@@ -1,9 +1,12 @@
 """What a checkpoint's generation config asks for, beside what `SamplingParams` is for."""
 
 import logging
+from collections.abc import Iterable
+from numbers import Integral
 from reprlib import repr as shortened
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .config import check_repetition_penalty
@@ -35,6 +38,29 @@ NOT_APPLIED: dict[str, Any] = {
     "epsilon_cutoff": 0,
     "eta_cutoff": 0,
 }
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a text; some models have several.
+
+    What the generation config says counts, also None, as in `transformers`, which makes one from the model's config where a
+    checkpoint has none. The tokenizer is asked where neither config knows of any.
+
+    Raises:
+        ValueError: if it is neither an int nor ints.
+    """
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(model.config if generation is None else generation, "eos_token_id", None)
+    if ids is None and getattr(model.config, "eos_token_id", None) is None:
+        ids = getattr(tokenizer, "eos_token_id", None)
+    if isinstance(ids, Tensor):
+        ids = ids.flatten().tolist()
+    ids = () if ids is None else ids if isinstance(ids, Iterable) else [ids]
+    if not all(isinstance(token, Integral) for token in ids):
+        raise ValueError(
+            f"eos_token_id in the target's generation_config.json must be an int or a list of ints, got {ids!r}"
+        )
+    return frozenset(map(int, ids))
 
 
 def warn_of_not_applied(model: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 import engine
 from engine import gguf as conversion
-from engine.engine import eos_token_ids
+from engine.generation_config import eos_token_ids
 
 PARAMS = engine.SamplingParams(max_new_tokens=6)
 

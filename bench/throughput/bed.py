@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 import engine
 from bench.throughput.options import Options
 from engine.demo_prompts import find_model
-from engine.engine import eos_token_ids
+from engine.generation_config import eos_token_ids
 from engine.terminal import loading
 
 TARGET = ""  # the key of the target among the models; draft models go by the locations that the user gave
