@@ -448,13 +448,22 @@ def test_a_disk_that_is_full_when_a_drafter_is_saved(method: str, target: Path, 
 
 
 @pytest.mark.usefixtures("no_plot")
-def test_little_room_for_the_hidden_states(target: Path, whole: Path, tmp_path: Path) -> None:
+def test_little_room_for_the_hidden_states(
+    target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then the target reads the texts again in every epoch, and nothing else changes."""
     out = copy_of(whole, tmp_path / "out", "training", "validation", *TRAINING)
+    undo = fail_after(monkeypatch, loop._Run, "end_epoch", 0)
+    with pytest.raises(Stop):
+        train_drafter(PROMPTS, out, options(target, max_disk_gb=0))
+    undo()
+    begun = copy_of(out, tmp_path / "begun")
     train_drafter(PROMPTS, out, options(target, max_disk_gb=0))
     assert not list(out.rglob("hidden-*"))
-    train_drafter(PROMPTS, out, options(target))  # with room after all
-    assert_same(out, whole)
+    train_drafter(PROMPTS, out, options(target))  # with room after all, which is not needed any more
+    assert_same(out, copy_of(whole, tmp_path / "expected", "hidden-*"))
+    train_drafter(PROMPTS, begun, options(target))  # with room after all
+    assert_same(begun, whole)
 
 
 @pytest.mark.usefixtures("no_plot")

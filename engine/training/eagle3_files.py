@@ -1,10 +1,10 @@
 """An EAGLE-3 head as a checkpoint in the speculators format.
 
 Others that read the format (the speculators package 0.9, vLLM) load a head with three hidden states, taken in ascending order
-between the target's layers, and with its output matrix in the file. That is what is trained by default; `for_this_engine_alone` tells
-others apart, and `last_state_normed`, a key of our own, those that read the target behind its last norm. `embed_tokens.weight` is
-never in the file: everyone takes it from the target. SGLang does not read the format but the EAGLE repository's, with `midlayer.`
-for `layers.0.` and the layer's sizes beside the other keys of the config.
+between the target's layers, and with its output matrix in the file. That is what is trained by default; `for_this_engine_alone`
+tells others apart, and `last_state_normed`, a key of our own, those that read the target behind its last norm.
+`embed_tokens.weight` is never in the file: everyone takes it from the target. SGLang does not read the format but the EAGLE
+repository's, with `midlayer.` for `layers.0.` and the layer's sizes beside the other keys of the config.
 """
 
 import json
