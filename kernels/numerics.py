@@ -18,6 +18,8 @@ from torch import Tensor
 # every call, whose page faults cost more than the work: 4,000 of them for 8 rows of 5 times 49,152. Smaller ones are more calls.
 CHUNK = 1 << 19
 LOG2_E = math.log2(math.e)
+SHARED = 1 << 15  # numbers; torch shares the work on more of them out among its threads
+LANES = 32  # numbers of two vectors of AVX-512, which torch takes at once
 SMALL, LARGE = 2.0**-60, 2.0**60  # between them a sum of float32 has lost nothing by underflow or overflow
 
 
@@ -34,12 +36,38 @@ def _has_fast_exp2(values: Tensor) -> bool:
 
 def exp(values: Tensor) -> Tensor:
     """Of float32 or float64."""
-    return (values * LOG2_E).exp2_() if _has_fast_exp2(values) else values.exp()
+    return _exp2_(values * LOG2_E) if _has_fast_exp2(values) else values.exp()
 
 
 def exp_(values: Tensor) -> Tensor:
     """The same in place, where no new memory has to be had from the system, which can take longer than the work."""
-    return values.mul_(LOG2_E).exp2_() if _has_fast_exp2(values) else values.exp_()
+    return _exp2_(values.mul_(LOG2_E)) if _has_fast_exp2(values) else values.exp_()
+
+
+def _exp2_(values: Tensor) -> Tensor:
+    """2 to the power of each of contiguous numbers, in place, by one and the same function.
+
+    Torch has another one, which rounds otherwise, for what each thread's share leaves behind its last whole vectors; a row would
+    depend on where it ends. So these numbers are made whole vectors."""
+    size = values.numel()
+    step = LANES if size <= SHARED else LANES * min(torch.get_num_threads(), -(-size // SHARED))
+    rest = size % step
+    if not rest:
+        return values.exp2_()
+    flat = values.view(-1)
+    _exp2_(flat[: size - rest])
+    flat[size - rest :] = torch.nn.functional.pad(flat[size - rest :], (0, step - rest)).exp2_()[:rest]
+    return values
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """The sum of each row: [..., V] -> [...], of contiguous numbers.
+
+    Torch has all threads sum a single long row, which adds in another order; of two rows each has one thread."""
+    size = values.numel()
+    if size == values.shape[-1] >= SHARED and values.device.type == "cpu" and torch.get_num_threads() > 1:
+        return values.expand(2, *values.shape).sum(dim=-1)[0]
+    return values.sum(dim=-1)
 
 
 def log_sum_exp(logits: Tensor, scale: Tensor | None = None, threshold: Tensor | None = None) -> Tensor:
@@ -47,24 +75,26 @@ def log_sum_exp(logits: Tensor, scale: Tensor | None = None, threshold: Tensor |
     [...]. NaN where there is +inf."""
     factor = 1.0 if scale is None else scale[..., None]
     if _has_fast_exp2(logits):
-        total = kept(logits, factor * LOG2_E, threshold).exp2_().sum(dim=-1)
+        total = row_sums(_exp2_(kept(logits, factor * LOG2_E, threshold)))
     else:
-        total = kept(logits, factor, threshold).exp_().sum(dim=-1)
+        total = row_sums(kept(logits, factor, threshold).exp_())
     low, high = bounds(total)
     if SMALL < low <= high < LARGE:  # as they mostly are; nothing that was lost counts beside such a sum
         return total.log_()
+    sound = (total > SMALL) & (total < LARGE)  # these rows have what they have beside others like them, to the bit
     values = kept(logits, factor, threshold)
-    peak = finite_peak(values).masked_fill_((total > SMALL) & (total < LARGE), 0)
-    return exp_(values.sub_(peak[..., None])).sum(dim=-1).log_().add_(peak)
+    peak = finite_peak(values)
+    shifted = row_sums(exp_(values.sub_(peak[..., None]))).log_().add_(peak)
+    return total.log_().where(sound, shifted)
 
 
 def kept(logits: Tensor, scale: Tensor | float, threshold: Tensor | None) -> Tensor:
-    """logit * scale where the logit is not below the threshold and -inf elsewhere, in memory of its own.
+    """logit * scale where the logit is not below the threshold and -inf elsewhere, in memory of its own, contiguous.
 
     Logits [..., V], scale a number or [..., 1], threshold [...]."""
     values = computed(logits)
     below = None if threshold is None else values < threshold[..., None]
-    scaled = values * scale if values is logits else values.mul_(scale)
+    scaled = (values * scale if values is logits else values.mul_(scale)).contiguous()
     return scaled if below is None else scaled.masked_fill_(below, -torch.inf)
 
 

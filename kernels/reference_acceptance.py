@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .numerics import bounds, chunks, exp, finite, places, resize
+from .numerics import bounds, chunks, exp, finite, places, resize, row_sums
 from .records import Status
 from .rows import Rows
 
@@ -78,7 +78,7 @@ def _residual_masses(p: Rows, q: Rows | None, tests: DraftTests, s: Tensor, want
     batch, index = places(s[:, :-1]) if s.device.type != "cpu" else wanted.nonzero(as_tuple=True)
     for sequence, before, s_i in chunks(size, batch, index, s[batch, index]):
         its_p, its_q = p.prob_at(sequence, before + 1), resize(q.prob_at(sequence, before + 1), size, 0.0)
-        mass[sequence, before] = residual(its_p.mul_(s_i[:, None]), its_q).sum(dim=-1)
+        mass[sequence, before] = row_sums(residual(its_p.mul_(s_i[:, None]), its_q))
     return mass
 
 
@@ -87,7 +87,7 @@ def entropy(p: Rows) -> Tensor:
     parts = []
     for sequence, index in chunks(p.logits.shape[-1], *places(p.stats.lse)):
         log_p = p.log_prob_at(sequence, index)
-        parts.append((exp(log_p) * log_p.clamp_(min=-1e30)).sum(dim=-1))
+        parts.append(row_sums(exp(log_p) * log_p.clamp_(min=-1e30)))
     return -torch.cat(parts).view(p.stats.lse.shape)
 
 
