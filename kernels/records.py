@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5  # temperature: logit / T would overflow float32 in the end
+# Temperature: logit / T would overflow float32 in the end. It is 1e-5 as float32 has it, so that a number of Python compares with
+# it as one in a tensor of float32 does; 1e-5 itself is not below.
+GREEDY_BELOW = 10_995_116 * 2.0**-40
 DRAW_BLOCK = 1024  # tokens; a draw in two levels chooses a block of so many first, and then a token inside it
 
 

@@ -24,12 +24,15 @@ class Temperatures(NamedTuple):
 
     @staticmethod
     def of(values: Tensor | None) -> "Temperatures":
-        low, high = (1.0, 1.0) if values is None else bounds(values)
-        return Temperatures(None if low == high == 1 else values, low >= GREEDY_BELOW, high < GREEDY_BELOW)
+        if values is None:
+            return Temperatures(None, never_greedy=True, all_greedy=False)
+        low, high = bounds(values.float())
+        every_1 = low == high == 1 and values.dtype != torch.float64
+        return Temperatures(None if every_1 else values, low >= GREEDY_BELOW, high < GREEDY_BELOW)
 
     def greedy(self, like: Tensor) -> Tensor:
-        """[B] bool, on the device of `like` [B]."""
-        return torch.zeros_like(like, dtype=torch.bool) if self.values is None else self.values < GREEDY_BELOW
+        """[B] bool, on the device of `like` [B]. In float32 whatever their dtype, as the kernels do."""
+        return torch.zeros_like(like, dtype=torch.bool) if self.values is None else self.values.float() < GREEDY_BELOW
 
     def scale(self, logits: Tensor) -> Tensor | None:
         """1 / T [B], and 1 for greedy rows, in the dtype in which `logits` are computed with; None: all are 1."""
@@ -37,7 +40,7 @@ class Temperatures(NamedTuple):
             return None
         values = self.values.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         if not self.never_greedy:
-            values = values.masked_fill(values < GREEDY_BELOW, 1)
+            values = values.masked_fill(self.greedy(values), 1)
         return values.reciprocal()
 
 
@@ -130,11 +133,12 @@ def row_stats(
     want_argmax: bool = True,  # False: 0 in its place, except where greedy rows need it
 ) -> RowStats:
     """See `reference.row_stats`."""
-    options: list[Tensor | None] = [temperatures.values, scale, *filters]
+    never_greedy, values = temperatures.never_greedy, temperatures.values
+    greedy = None if never_greedy or values is None else temperatures.greedy(values)
+    options: list[Tensor | None] = [greedy, scale, *filters]
     if logits.dim() == 3:
         options = [None if value is None else value[:, None].expand(logits.shape[:-1]) for value in options]
-    want_argmax = want_argmax or not temperatures.never_greedy
-    work = partial(_row_stats, want_argmax=want_argmax, never_greedy=temperatures.never_greedy)
+    work = partial(_row_stats, want_argmax=want_argmax or not never_greedy)
     if logits.device.type != "cpu" or logits.numel() <= CHUNK:
         return work(logits, *options)
     flat = [None if value is None else value.flatten() for value in options]
@@ -144,14 +148,13 @@ def row_stats(
 
 def _row_stats(
     logits: Tensor,  # [..., V]
-    temperature: Tensor | None,  # [...], as the four that follow
+    greedy: Tensor | None,  # [...] bool, None: nowhere; the four that follow [...] too
     scale: Tensor | None,
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
     *,
     want_argmax: bool,
-    never_greedy: bool,
 ) -> RowStats:
     if want_argmax or min_p is not None:
         logits = computed(logits)
@@ -168,11 +171,11 @@ def _row_stats(
         log_min_p = torch.log(min_p.to(maximum.dtype))
         threshold = torch.maximum(threshold, maximum + (log_min_p if scale is None else log_min_p / scale))
     unfiltered = top_k is top_p is min_p is None
-    if not (unfiltered or never_greedy) and temperature is not None:  # greedy rows have the lse of all their logits
-        threshold = threshold.where(temperature >= GREEDY_BELOW, -torch.inf)
+    if greedy is not None and not unfiltered:  # greedy rows have the lse of all their logits
+        threshold = threshold.masked_fill(greedy, -torch.inf)
     lse = log_sum_exp(logits, scale, None if unfiltered or bounds(threshold)[1] == -torch.inf else threshold)
-    if not never_greedy and temperature is not None and maximum is not None:
-        threshold = threshold.where(temperature >= GREEDY_BELOW, maximum)
+    if greedy is not None and maximum is not None:
+        threshold = maximum.where(greedy, threshold)
     return RowStats(threshold, lse, largest)
 
 

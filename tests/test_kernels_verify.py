@@ -212,6 +212,24 @@ def test_tiny_temperatures_are_greedy() -> None:
         assert (verdict.tokens[:, 0] >= 0).all() and (verdict.status == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_temperature_from_which_on_rows_are_sampled(dtype: torch.dtype) -> None:
+    """float32's 1e-5 is the lowest, in a batch and alone, for the kernel and the twin; float64 counts as the float32 next to it."""
+    case = verify_case(generator(24), 4, 2, 40)
+    case["target_logits"] = torch.zeros(4, 3, 40)  # a sampled row takes any token of them, a greedy one the first
+    below = torch.nextafter(torch.tensor(1e-5), torch.tensor(0.0)).item()
+    case["temperature"] = torch.tensor([1e-5, below, 1e-5 * (1 - 1e-8), 1.0], dtype=dtype)
+    case["draft_tokens"] = torch.zeros(4, 2, dtype=torch.int64)
+    for method in ("rejection", "coupled"):
+        together = check_verify(case, method=method)
+        assert (together.num_accepted == 2).tolist() == [False, True, False, False]
+        for row in range(4):
+            alone = check_verify(
+                {name: value[row : row + 1] for name, value in case.items() if value is not None}, method=method
+            )
+            assert torch.equal(alone.tokens, together.tokens[row : row + 1])
+
+
 def test_target_rows_without_a_distribution() -> None:
     """NaN, +inf and all -inf in the row that decides, in one before it and in one never reached."""
     for bad, flag in (
