@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from . import attention_reference
+from .checks import FLOATS, MAX_GRID, check_tensor
 
 MAX_HEAD_DIM = 256
-MAX_BATCH = 65_535  # the third dimension of a grid
 
 
 def ragged_attention(
@@ -36,16 +36,19 @@ def ragged_attention(
     columns may be padding: else what the cache holds in their place, if it is not finite, reaches the columns before.
 
     Raises:
-        ValueError: naming the argument whose shape, dtype, strides or value does not fit.
+        ValueError: naming the argument whose shape, dtype, device, strides or value does not fit.
     """
     _check_caches(keys, values, "query", query)
-    batch, num_heads = query.shape[:2]
+    num_heads = query.shape[1]
     num_slots, num_kv_heads, capacity = keys.shape[:3]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"query must have a multiple of the keys' {num_kv_heads} heads, got {num_heads}")
-    _check_rows(batch, num_slots, seq_lens=seq_lens, slots=slots, num_valid=num_valid)
-    if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_floating_point()):
-        raise ValueError(f"sinks must be floating of shape [H] = [{num_heads}], got {sinks.dtype} {list(sinks.shape)}")
+    _check_rows(query, num_slots, seq_lens=seq_lens, slots=slots, num_valid=num_valid)
+    if sinks is not None:
+        check_tensor("sinks", sinks, query.device)
+        if sinks.shape != (num_heads,) or sinks.dtype not in FLOATS:
+            got = f"{sinks.dtype} {list(sinks.shape)}"
+            raise ValueError(f"sinks must be floating of shape [H] = [{num_heads}], got {got}")
     if window is not None and window < 1:
         raise ValueError(f"window must be >= 1 or None, got {window}")
     if softcap is not None and not softcap > 0:
@@ -76,7 +79,7 @@ def scatter_kv(
     Columns that are padding write nothing, nor do those beyond the capacity. The torch twin waits for the device.
 
     Raises:
-        ValueError: naming the argument whose shape, dtype, strides or value does not fit.
+        ValueError: naming the argument whose shape, dtype, device, strides or value does not fit.
     """
     _check_caches(keys, values, "new_keys", new_keys)
     _check_caches(keys, values, "new_values", new_values)
@@ -84,7 +87,8 @@ def scatter_kv(
     for name, new in (("new_keys", new_keys), ("new_values", new_values)):
         if new.shape != new_keys.shape or new.shape[1] != num_kv_heads:
             raise ValueError(f"{name} must be [B, H_kv, W, D] with H_kv = {num_kv_heads}, got {list(new.shape)}")
-    _check_rows(new_keys.shape[0], num_slots, seq_lens=seq_lens, slots=slots, num_valid=num_valid)
+    check_tensor("num_valid", num_valid, keys.device)  # not None, as it may be for attention
+    _check_rows(new_keys, num_slots, seq_lens=seq_lens, slots=slots, num_valid=num_valid)
     if _use_triton(keys):
         from .cache import scatter_kv as triton_scatter_kv
 
@@ -101,8 +105,10 @@ def _use_triton(tensor: Tensor) -> bool:
 
 def _check_caches(keys: Tensor, values: Tensor, name: str, new: Tensor) -> None:
     """keys and values [slots, H_kv, capacity, D], and what goes with them, [B, heads, W, D]."""
+    check_tensor("keys", keys)
     for label, tensor in (("keys", keys), ("values", values), (name, new)):
-        if tensor.dim() != 4 or not tensor.is_floating_point() or tensor.dtype != keys.dtype:
+        check_tensor(label, tensor, keys.device)
+        if tensor.dim() != 4 or tensor.dtype not in FLOATS or tensor.dtype != keys.dtype:
             raise ValueError(
                 f"{label} must be a floating tensor of 4 dimensions and of one dtype with keys ({keys.dtype}), "
                 f"got {tensor.dtype} of shape {list(tensor.shape)}"
@@ -116,14 +122,17 @@ def _check_caches(keys: Tensor, values: Tensor, name: str, new: Tensor) -> None:
             raise ValueError(f"{label} must be contiguous in its last dimension, got stride {tensor.stride(3)}")
     if values.shape != keys.shape:
         raise ValueError(f"values must have the shape of keys {list(keys.shape)}, got {list(values.shape)}")
-    if new.shape[0] > MAX_BATCH:
-        raise ValueError(f"{name} must have at most {MAX_BATCH} rows, got {new.shape[0]}")
+    if new.shape[0] > MAX_GRID:
+        raise ValueError(f"{name} must have at most {MAX_GRID} rows, got {new.shape[0]}")
 
 
-def _check_rows(batch: int, num_slots: int, **values: Tensor | None) -> None:
+def _check_rows(new: Tensor, num_slots: int, **values: Tensor | None) -> None:
+    batch = new.shape[0]
     for name, value in values.items():
-        if value is None:
+        if value is None and name != "seq_lens":
             continue
+        check_tensor(name, value, new.device)
+        assert value is not None
         if value.shape != (batch,) or value.dtype != torch.int64:
             raise ValueError(f"{name} must be int64 of shape [B] = [{batch}], got {value.dtype} {list(value.shape)}")
     if values["slots"] is None and batch > num_slots:

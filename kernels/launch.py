@@ -6,14 +6,13 @@ import torch
 import triton
 from torch import Tensor
 
+from .checks import MAX_GRID
 from .jit_bounds import key_shift, sample_shift
 from .jit_groups import GROUPS, group_floats
 from .jit_rows import BLOCK, THREADS, TILE_BLOCKS, floats_per_row
 from .numerics import spread
 from .records import RowStats
 from .workspace import workspace
-
-MAX_BATCH = 65_535  # of the third dimension of a grid
 
 
 def as_rows(logits: Tensor) -> Tensor:
@@ -48,8 +47,8 @@ def shape_arguments(
     """Sizes, memory and options for a pass over logits [B, W, V]; `by_token`: rows draw by themselves; `batched`: with a counter per
     sequence too."""
     batch, width, vocab_size = rows.shape
-    if batch > MAX_BATCH:
-        raise ValueError(f"B must be <= {MAX_BATCH}, got logits of shape {list(rows.shape)}")
+    if batch > MAX_GRID:
+        raise ValueError(f"B must be <= {MAX_GRID}, got logits of shape {list(rows.shape)}")
     num_rows, num_blocks = batch * width, triton.cdiv(vocab_size, BLOCK)
     blocks = min(TILE_BLOCKS, triton.next_power_of_2(num_blocks))
     num_tiles = triton.cdiv(num_blocks, blocks)

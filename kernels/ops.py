@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import philox, reference
+from .checks import FLOATS, NUMBERS, check_real, check_tensor
 from .records import Draws, RowStats, Verdict
 
 LOSSLESS_METHODS = ("rejection", "block", "coupled")
@@ -30,10 +31,10 @@ def row_stats(
     """Threshold, log-sum-exp and argmax of every row; see `RowStats` and `reference.row_stats`.
 
     Raises:
-        ValueError: naming the argument whose shape or dtype does not fit.
+        ValueError: naming the argument whose type, shape, dtype or device does not fit.
     """
     _check_logits("logits", logits, (2, 3))
-    _check_rows(logits.shape[0], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    _check_rows(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_vocabulary(logits, logit_bias, token_mask)
     more: dict[str, Any] = dict(logit_bias=logit_bias, token_mask=token_mask)
     if _use_triton(logits):
@@ -61,13 +62,15 @@ def sample(
     """One token per row and the stats of the rows, in one reading; see `reference.sample`.
 
     Raises:
-        ValueError: naming the argument whose shape or dtype does not fit.
+        ValueError: naming the argument whose type, shape, dtype, device or value does not fit.
     """
     _check_logits("logits", logits, (2, 3))
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    _check_rows(logits.shape[0], **rows, seed=seed, position=position, origin=origin)
-    if stream not in philox.STREAMS:
-        raise ValueError(f"stream must be one of {', '.join(map(str, philox.STREAMS))} (see philox), got {stream!r}")
+    _check_rows(logits, **rows, seed=seed, position=position, origin=origin)
+    if not isinstance(stream, int) or stream not in philox.STREAMS:
+        raise ValueError(
+            f"stream must be one of {', '.join(map(str, philox.STREAMS))} (see philox), got {stream!r:.100}"
+        )
     _check_vocabulary(logits, logit_bias, token_mask)
     more: dict[str, Any] = dict(rows, seed=seed, position=position, origin=origin, stream=stream)
     more |= dict(logit_bias=logit_bias, token_mask=token_mask, return_logprobs=return_logprobs)
@@ -107,19 +110,21 @@ def verify(
     token that a vocabulary lacks has probability 0 in it.
 
     Raises:
-        ValueError: naming the argument whose shape, dtype or value does not fit.
+        ValueError: naming the argument whose type, shape, dtype, device or value does not fit.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     _check_logits("target_logits", target_logits, (3,))
     batch, width, _ = target_logits.shape
+    device = target_logits.device
+    check_tensor("draft_tokens", draft_tokens, device)
     if draft_tokens.shape != (batch, width - 1) or draft_tokens.dtype != torch.int64:
         raise ValueError(
             f"draft_tokens must be int64 of shape [B, K] = [{batch}, {width - 1}] for target_logits of shape "
             f"{list(target_logits.shape)}, got {draft_tokens.dtype} of shape {list(draft_tokens.shape)}"
         )
     if draft_logits is not None:
-        _check_logits("draft_logits", draft_logits, (3,))
+        _check_logits("draft_logits", draft_logits, (3,), device)
         if draft_logits.shape[:2] != draft_tokens.shape:
             raise ValueError(
                 f"draft_logits must be [B, K, V_draft] with [B, K] = {list(draft_tokens.shape)}, "
@@ -128,17 +133,12 @@ def verify(
     elif draft_stats is not None:
         raise ValueError("draft_stats must be None where draft_logits is None (a one-hot draft has none)")
     if draft_stats is not None:
-        shapes = [list(field.shape) for field in draft_stats] if isinstance(draft_stats, RowStats) else draft_stats
-        if shapes != [list(draft_tokens.shape)] * len(RowStats._fields):
-            raise ValueError(
-                f"draft_stats must be RowStats with fields of shape [B, K] = {list(draft_tokens.shape)}, got {shapes}"
-            )
+        _check_stats(draft_stats, draft_tokens)
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    _check_rows(batch, **rows, seed=seed, position=position)
+    _check_rows(target_logits, **rows, seed=seed, position=position)
     _check_vocabulary(target_logits, logit_bias, token_mask)
     for name, value in (("typical_epsilon", typical_epsilon), ("typical_delta", typical_delta)):
-        if not value >= 0:
-            raise ValueError(f"{name} must be >= 0, got {value}")
+        check_real(name, value)
     more: dict[str, Any] = dict(
         rows, seed=seed, position=position, method=method, logit_bias=logit_bias, token_mask=token_mask
     )
@@ -159,26 +159,47 @@ def _use_triton(tensor: Tensor) -> bool:
     return choice == "triton" or (choice == "" and tensor.is_cuda)
 
 
-def _check_logits(name: str, logits: Tensor, dims: tuple[int, ...]) -> None:
-    if not logits.is_floating_point() or logits.dim() not in dims or logits.shape[-1] == 0:
+def _check_logits(name: str, logits: Tensor, dims: tuple[int, ...], device: torch.device | None = None) -> None:
+    check_tensor(name, logits, device)
+    if logits.dtype not in FLOATS or logits.dim() not in dims or logits.shape[-1] == 0:
         shapes = " or ".join("[B, V]" if d == 2 else "[B, W, V]" for d in dims)
         raise ValueError(
-            f"{name} must be floating and {shapes} with V > 0, got {logits.dtype} of shape {list(logits.shape)}"
+            f"{name} must be floating (of 16, 32 or 64 bits) and {shapes} with V > 0, "
+            f"got {logits.dtype} of shape {list(logits.shape)}"
         )
 
 
-def _check_rows(batch: int, **values: Tensor | None) -> None:
+def _check_stats(stats: RowStats, draft_tokens: Tensor) -> None:
+    rule = f"RowStats with fields of shape [B, K] = {list(draft_tokens.shape)}"
+    if not isinstance(stats, RowStats):
+        raise ValueError(f"draft_stats must be {rule}, got {stats!r:.100}")
+    for name, value in stats._asdict().items():
+        check_tensor(f"draft_stats.{name}", value, draft_tokens.device)
+        if name != "argmax" and value.dtype not in FLOATS:
+            raise ValueError(f"draft_stats.{name} must be floating, got {value.dtype}")
+    shapes = [list(field.shape) for field in stats]
+    if shapes != [list(draft_tokens.shape)] * len(shapes):
+        raise ValueError(f"draft_stats must be {rule}, got {shapes}")
+
+
+def _check_rows(logits: Tensor, **values: Tensor | None) -> None:
+    """What there is one of for each sequence of `logits`; None is for those that may be left out."""
+    batch, device = logits.shape[0], logits.device
     for name, value in values.items():
-        if value is None:
+        if value is None and name not in ("seed", "position"):
             continue
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor of shape [B] = [{batch}], got {value!r}")
+        check_tensor(name, value, device)
+        assert value is not None
         if value.shape != (batch,):
             raise ValueError(f"{name} must have shape [B] = [{batch}], got {list(value.shape)}")
-        if name in ("seed", "position", "origin") and value.dtype != torch.int64:
-            raise ValueError(f"{name} must be int64, got {value.dtype}")
-        if name == "top_k" and (value.is_floating_point() or value.dtype == torch.bool):
-            raise ValueError(f"top_k must be int, got {value.dtype}")
+        if name in ("seed", "position", "origin"):
+            if value.dtype != torch.int64:
+                raise ValueError(f"{name} must be int64, got {value.dtype}")
+        elif name == "top_k":
+            if value.dtype in FLOATS or value.dtype not in NUMBERS:
+                raise ValueError(f"top_k must be int, got {value.dtype}")
+        elif value.dtype not in NUMBERS:
+            raise ValueError(f"{name} must be float, got {value.dtype}")
 
 
 def _check_vocabulary(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> None:
@@ -186,8 +207,9 @@ def _check_vocabulary(logits: Tensor, logit_bias: Tensor | None, token_mask: Ten
     for name, value in (("logit_bias", logit_bias), ("token_mask", token_mask)):
         if value is None:
             continue
+        check_tensor(name, value, logits.device)
         kind = "bool" if name == "token_mask" else "floating"
-        if not (value.dtype == torch.bool if kind == "bool" else value.is_floating_point()):
+        if not (value.dtype == torch.bool if kind == "bool" else value.dtype in FLOATS):
             raise ValueError(f"{name} must be {kind}, got {value.dtype}")
         if value.shape not in shapes:
             allowed = ", ".join(str(list(shape)) for shape in shapes)

@@ -315,6 +315,23 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "sinks": (dict(sinks=torch.zeros(2)), r"sinks must be floating of shape \[H\] = \[4\]"),
     "window": (dict(window=0), "window must be >= 1 or None, got 0"),
     "softcap": (dict(softcap=0.0), "softcap must be > 0 or None, got 0.0"),
+    "query array": (dict(query=[1.0]), r"query must be a tensor on cpu, got \[1.0\]"),
+    "query None": (dict(query=None), "query must be a tensor on cpu, got None"),
+    "keys None": (dict(keys=None), "keys must be a tensor, got None"),
+    "values array": (dict(values=torch.zeros(2, 2, 603, 32).numpy()), "values must be a tensor on cpu, got array"),
+    "values elsewhere": (
+        dict(values=torch.zeros(2, 2, 603, 32, device="meta")),
+        "values must be a tensor on cpu, got one on meta",
+    ),
+    "keys of 8 bits": (dict(keys=torch.zeros(2, 2, 603, 32).to(torch.float8_e4m3fn)), "keys must be a floating tensor"),
+    "seq_lens list": (dict(seq_lens=[5, 600]), r"seq_lens must be a tensor on cpu, got \[5, 600\]"),
+    "seq_lens None": (dict(seq_lens=None), "seq_lens must be a tensor on cpu, got None"),
+    "num_valid int": (dict(num_valid=3), "num_valid must be a tensor on cpu, got 3"),
+    "slots elsewhere": (
+        dict(slots=torch.zeros(2, device="meta").long()),
+        "slots must be a tensor on cpu, got one on meta",
+    ),
+    "sinks list": (dict(sinks=[0.0] * 4), "sinks must be a tensor on cpu, got"),
     "kv_length": (dict(kv_length=604), "kv_length must be between 1 and the capacity 603, got 604"),
 }
 

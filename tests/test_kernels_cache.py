@@ -160,6 +160,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"num_valid must be int64 of shape \[B\] = \[4\], got torch.int32",
     ),
     "seq_lens": (dict(seq_lens=torch.zeros(3).long()), "seq_lens must be int64 of shape"),
+    "new_keys None": (dict(new_keys=None), "new_keys must be a tensor on cpu, got None"),
+    "num_valid None": (dict(num_valid=None), "num_valid must be a tensor on cpu, got None"),
+    "seq_lens list": (dict(seq_lens=[0] * 4), "seq_lens must be a tensor on cpu, got"),
+    "seq_lens elsewhere": (
+        dict(seq_lens=torch.zeros(4, device="meta").long()),
+        "seq_lens must be a tensor on cpu, got one on",
+    ),
     "slots": (dict(slots=torch.zeros(4, 1).long()), "slots must be int64 of shape"),
 }
 

@@ -1,0 +1,93 @@
+"""What the calls say to arguments that do not fit: a ValueError that begins with the argument's name, before any work."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kernels import ops
+from engine.kernels.records import RowStats
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+META = torch.device("meta")
+LOGITS, DRAFTS = torch.zeros(2, 3, 5), torch.zeros(2, 2, 5)
+WHOLE, REAL = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+STATS = RowStats(torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int64))
+PLAIN: dict[str, dict[str, Any]] = {
+    "row_stats": dict(logits=LOGITS),
+    "sample": dict(logits=LOGITS, seed=WHOLE, position=WHOLE),
+    "verify": dict(
+        target_logits=LOGITS,
+        draft_tokens=torch.zeros(2, 2, dtype=torch.int64),
+        draft_logits=DRAFTS,
+        seed=WHOLE,
+        position=WHOLE,
+    ),
+}
+TENSORS: dict[str, torch.Tensor] = dict(
+    temperature=REAL, top_k=WHOLE, top_p=REAL, min_p=REAL, logit_bias=torch.zeros(5), token_mask=torch.ones(5) > 0
+)
+NEEDED = ["logits", "target_logits", "draft_tokens", "seed", "position"]
+
+
+def cases_of_tensors() -> list[Any]:
+    """Each tensor of each call as something else, and on another device; None where it may not be left out."""
+    cases = []
+    for call, plain in PLAIN.items():
+        options = TENSORS | (dict(origin=WHOLE) if call == "sample" else {})
+        for name, value in (plain | options).items():
+            wrong = [value.tolist(), value.numpy(), "1", 1.0, *([None] if name in NEEDED else [])]
+            wrong += (
+                [] if name in ("logits", "target_logits") else [value.to(META)]
+            )  # it is they that say where the others are to be
+            for each in wrong:
+                kind = "meta" if isinstance(each, torch.Tensor) else type(each).__name__
+                cases.append(pytest.param(call, name, each, id=f"{call}-{name}-{kind}"))
+    return cases
+
+
+@pytest.mark.parametrize(("call", "name", "value"), cases_of_tensors())
+def test_what_is_no_tensor_on_the_device(call: str, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be a tensor"):
+        getattr(ops, call)(**PLAIN[call] | {name: value})
+
+
+F8 = torch.float8_e4m3fn
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    *((call, {name: REAL.to(dtype)}, f"{name} must be float, got {dtype}")
+      for call in PLAIN for name in ("temperature", "top_p", "min_p") for dtype in (torch.complex64, torch.bool, F8)),
+    *((call, {"top_k": REAL.to(dtype)}, f"top_k must be int, got {dtype}")
+      for call in PLAIN for dtype in (torch.complex64, torch.bool, torch.float32)),
+    *((call, {"logit_bias": torch.zeros(5).to(F8)}, "logit_bias must be floating") for call in PLAIN),
+    ("row_stats", dict(logits=LOGITS.to(F8)), "logits must be floating"),
+    ("sample", dict(logits=LOGITS.to(F8)), "logits must be floating"),
+    ("verify", dict(target_logits=LOGITS.to(F8)), "target_logits must be floating"),
+    ("verify", dict(draft_logits=DRAFTS.to(F8)), "draft_logits must be floating"),
+    ("sample", dict(stream=torch.tensor(1)), "stream must be one of 0, 1, 2, 3"),
+    ("sample", dict(stream=torch.tensor([1, 2])), "stream must be one of 0, 1, 2, 3"),
+    ("sample", dict(stream=None), "stream must be one of 0, 1, 2, 3"),
+    ("verify", dict(draft_stats=tuple(STATS)), "draft_stats must be RowStats"),
+    *(("verify", dict(draft_stats=STATS._replace(**{name: None})), f"draft_stats.{name} must be a tensor on cpu, got None")
+      for name in RowStats._fields),
+    ("verify", dict(draft_stats=STATS._replace(lse=STATS.lse.to(META))), "draft_stats.lse must be a tensor on cpu, got one on meta"),
+    ("verify", dict(draft_stats=STATS._replace(lse=STATS.argmax)), "draft_stats.lse must be floating, got torch.int64"),
+    ("verify", dict(draft_stats=STATS._replace(lse=REAL)), "draft_stats must be RowStats with fields of shape"),
+    *(("verify", {name: value}, f"{name} must be a number >= 0, got ") for name in ("typical_epsilon", "typical_delta")
+      for value in (None, "0.1", torch.tensor(0.1), -0.1, float("nan"), True)),
+    ("verify", dict(method=None), "method must be one of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "wrong", "message"), WRONG)
+def test_wrong_arguments(call: str, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        getattr(ops, call)(**PLAIN[call] | wrong)
+
+
+def test_numbers_of_any_kind_are_taken() -> None:
+    """Whole temperatures, half-precision ones, and numbers of NumPy."""
+    for temperature in (WHOLE, REAL.half(), REAL.double(), REAL.int()):
+        ops.verify(**PLAIN["verify"], temperature=temperature)
+    ops.verify(**PLAIN["verify"], typical_epsilon=np.float32(0.1), typical_delta=1)
