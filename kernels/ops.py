@@ -143,18 +143,18 @@ def verify(
         rows, seed=seed, position=position, method=method, logit_bias=logit_bias, token_mask=token_mask
     )
     more |= dict(return_logprobs=return_logprobs, typical_epsilon=typical_epsilon, typical_delta=typical_delta)
-    if _use_triton(target_logits):
+    if _use_triton(target_logits, draft_logits, *(draft_stats or ())):
         from .verify import verify as triton_verify
 
         return triton_verify(target_logits, draft_tokens, draft_logits, draft_stats, **more)
     return reference.verify(target_logits, draft_tokens, draft_logits, draft_stats, **more)
 
 
-def _use_triton(tensor: Tensor) -> bool:
+def _use_triton(tensor: Tensor, *others: Tensor | None) -> bool:
     choice = os.environ.get("ENGINE_KERNELS", "")
     if choice not in ("", "triton", "torch"):
         raise ValueError(f"ENGINE_KERNELS must be 'triton' or 'torch', got {choice!r}")
-    if tensor.dtype == torch.float64:
+    if any(each is not None and each.dtype == torch.float64 for each in (tensor, *others)):
         return False  # the kernels compute in float32
     return choice == "triton" or (choice == "" and tensor.is_cuda)
 

@@ -1,6 +1,6 @@
 """The torch twin of every kernel: the specification that the Triton versions are held against.
 
-Everything is computed in float32, or in float64 when the logits are float64. p is the target's distribution, q the
+Everything is computed in float32, or in float64 when the logits are float64 (those of the target, for `verify`). p is the target's distribution, q the
 drafter's, both after logit bias, token mask, temperature and filters.
 
 - rejection: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318
@@ -121,6 +121,8 @@ def verify(
     num_drafts = draft_tokens.shape[1]
     if method in ("coupled", "typical") or num_drafts == 0:
         draft_logits = None
+    if draft_logits is not None and target_logits.dtype != torch.float64:
+        draft_logits, draft_stats = _narrow(draft_logits), None if draft_stats is None else _narrow_stats(draft_stats)
     temperatures, filters = Temperatures.of(temperature), (top_k, top_p, min_p)
     target = adjusted(target_logits, logit_bias, token_mask)
     if temperatures.all_greedy and not return_logprobs:
@@ -179,6 +181,15 @@ def verify(
     tokens = torch.cat([draft_tokens, next_token], dim=1).masked_fill_(column >= last, -1).scatter_(1, last, next_token)
     logprobs = p.log_prob_of(tokens).where(tokens >= 0, 0) if return_logprobs else None
     return Verdict(tokens, num_accepted, status, logprobs)
+
+
+def _narrow(values: Tensor) -> Tensor:
+    """float64 as float32, all others as they are."""
+    return values.float() if values.dtype == torch.float64 else values
+
+
+def _narrow_stats(stats: RowStats) -> RowStats:
+    return RowStats(_narrow(stats.threshold), _narrow(stats.lse), stats.argmax)
 
 
 def _greedy_verdict(target: Tensor, draft_tokens: Tensor) -> Verdict | None:

@@ -5,8 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_cases import assert_counters_are_clear, verify_case
 
-from engine.kernels import ops
+from engine.kernels import ops, reference
+from engine.kernels.ops import METHODS
 from engine.kernels.records import RowStats
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -91,3 +93,25 @@ def test_numbers_of_any_kind_are_taken() -> None:
     for temperature in (WHOLE, REAL.half(), REAL.double(), REAL.int()):
         ops.verify(**PLAIN["verify"], temperature=temperature)
     ops.verify(**PLAIN["verify"], typical_epsilon=np.float32(0.1), typical_delta=1)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_in_float64_beside_a_target_that_is_not(
+    monkeypatch: pytest.MonkeyPatch, method: str, dtype: torch.dtype, kernels: str
+) -> None:
+    """They count as float32, with and without their stats, whichever of the two is float64, for accepted and rejected drafts."""
+    monkeypatch.setenv("ENGINE_KERNELS", kernels)
+    case = verify_case(torch.Generator().manual_seed(1), 16, 3, 300, 300, dtype)
+    case["draft_logits"] = case["draft_logits"].float()
+    stats = reference.row_stats(case["draft_logits"], case["temperature"])
+    wide = RowStats(stats.threshold.double(), stats.lse.double(), stats.argmax)
+    expected = reference.verify(**case, draft_stats=stats, method=method, return_logprobs=True)
+    assert 0 < expected.num_accepted.sum() < 48
+    double = case["draft_logits"].double()
+    for more in (dict(draft_logits=double), dict(draft_logits=double, draft_stats=wide), dict(draft_stats=wide),
+                 dict(draft_logits=double, draft_stats=stats)):  # fmt: skip
+        found = ops.verify(**case | more, method=method, return_logprobs=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert_counters_are_clear()
