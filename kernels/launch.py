@@ -47,8 +47,9 @@ def shape_arguments(
     """Sizes, memory and options for a pass over logits [B, W, V]; `by_token`: rows draw by themselves; `batched`: with a counter per
     sequence too."""
     batch, width, vocab_size = rows.shape
-    if batch > MAX_GRID:
-        raise ValueError(f"B must be <= {MAX_GRID}, got logits of shape {list(rows.shape)}")
+    for name, size in (("B", batch), ("W", width)):
+        if size > MAX_GRID:
+            raise ValueError(f"{name} must be <= {MAX_GRID:,}, got logits of shape {list(rows.shape)}")
     num_rows, num_blocks = batch * width, triton.cdiv(vocab_size, BLOCK)
     blocks = min(TILE_BLOCKS, triton.next_power_of_2(num_blocks))
     num_tiles = triton.cdiv(num_blocks, blocks)

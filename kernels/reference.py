@@ -25,13 +25,13 @@ from .numerics import argmax, bounds, chunks, computed, finite, places, resize, 
 from .records import Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, residual
 from .rows import Rows, Temperatures
-from .rows import adjusted as adjusted  # these three are part of this module too
+from .rows import adjusted as adjusted  # these two are part of this module too
 from .rows import log_prob as log_prob
-from .rows import log_prob_of as log_prob_of
 
 Given = ParamSpec("Given")
 
 
+@torch.no_grad()
 def row_stats(
     logits: Tensor,  # [B, V] or [B, W, V] any floating dtype
     temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
@@ -51,6 +51,7 @@ def row_stats(
     return Rows.of(adjusted(logits, logit_bias, token_mask), Temperatures.of(temperature), filters).stats
 
 
+@torch.no_grad()
 def sample(
     logits: Tensor,  # [B, V] or [B, W, V] any floating dtype
     temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1

@@ -67,11 +67,6 @@ class Rows(NamedTuple):
         filtered = bounds(stats.threshold)[1] != -torch.inf
         return Rows(logits, stats, temperatures, scale, filtered)
 
-    def head(self, width: int) -> "Rows":
-        """The first `width` rows of every sequence."""
-        stats = RowStats(*(field[:, :width] for field in self.stats))
-        return self._replace(logits=self.logits[:, :width], stats=stats)
-
     def log_prob(self) -> Tensor:
         """log prob(v) for whole rows; -inf where filtered out."""
         return self._log_prob(self.logits, self.stats.lse, self.stats.threshold, self.scale)
@@ -118,11 +113,6 @@ def adjusted(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | Non
 def log_prob(logits: Tensor, stats: RowStats, temperature: Tensor | None) -> Tensor:
     """log prob(v) for whole rows: logits [B, ..., V], stats [B, ...], temperature [B]; -inf where filtered out."""
     return Rows.of(logits, Temperatures.of(temperature), stats=stats).log_prob()
-
-
-def log_prob_of(logits: Tensor, tokens: Tensor, stats: RowStats, temperature: Tensor | None) -> Tensor:
-    """log prob of one token per row: logits [B, ..., V], tokens [B, ...]; -inf for ids outside [0, V)."""
-    return Rows.of(logits, Temperatures.of(temperature), stats=stats).log_prob_of(tokens)
 
 
 def row_stats(

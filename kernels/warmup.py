@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from . import philox
+from .checks import FLOATS
 from .launch import lanes
-from .ops import METHODS, row_stats, sample, verify
+from .ops import METHODS, _use_triton, row_stats, sample, verify
 from .workspace import reserve
 
 
@@ -41,9 +42,10 @@ def warmup(
         vocab_size: V of the target's logits.
         num_draft_tokens: the largest K, >= 0.
         dtype: of the logits.
-        device: where they are; nothing is done where it is a CPU, unless ENGINE_KERNELS=triton.
+        device: where they are. Where the torch twins serve there is nothing to compile, and nothing is done: on a CPU unless
+            ENGINE_KERNELS=triton, anywhere under ENGINE_KERNELS=torch, and in float64.
         methods: those of `verify` that will be used.
-        draft_vocab_size: V of the draft's logits; None: drafts are one-hot.
+        draft_vocab_size: V of the draft's logits, >= 1; None: drafts are one-hot.
         filters: calls come with top_k, top_p and min_p too, and without (each call: all three or none).
         logit_bias, token_mask: whether [V] tensors of them are given.
         return_logprobs: whether log-probabilities are asked for.
@@ -53,10 +55,17 @@ def warmup(
     """
     if vocab_size < 1 or num_draft_tokens < 0:
         raise ValueError(f"vocab_size must be >= 1 and num_draft_tokens >= 0, got {vocab_size} and {num_draft_tokens}")
+    if draft_vocab_size is not None and draft_vocab_size < 1:
+        raise ValueError(f"draft_vocab_size must be >= 1 or None, got {draft_vocab_size}")
     for method in methods:
         if method not in METHODS:
             raise ValueError(f"methods must be among {', '.join(METHODS)}, got {method!r}")
-    device = torch.empty(0, device=device).device  # with its index
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype must be floating (of 16, 32 or 64 bits), got {dtype}")
+    example = torch.empty(0, dtype=dtype, device=device)
+    if not _use_triton(example):
+        return
+    device = example.device  # with its index
     reserve(device)
     whole = torch.zeros(1, dtype=torch.int64, device=device)
     real = torch.ones(1, device=device)

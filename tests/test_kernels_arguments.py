@@ -7,7 +7,9 @@ import pytest
 import torch
 from kernel_cases import assert_counters_are_clear, verify_case
 
-from engine.kernels import ops, reference
+from engine.kernels import ops, reference, warmup
+from engine.kernels.checks import MAX_GRID
+from engine.kernels.launch import shape_arguments
 from engine.kernels.ops import METHODS
 from engine.kernels.records import RowStats
 
@@ -115,3 +117,52 @@ def test_drafts_in_float64_beside_a_target_that_is_not(
         found = ops.verify(**case | more, method=method, return_logprobs=True)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert_counters_are_clear()
+
+
+@pytest.mark.parametrize("call", ["row_stats", "sample", "verify"])
+def test_nothing_is_recorded_for_gradients(call: str) -> None:
+    arguments = {
+        name: value.clone().requires_grad_() if "logits" in name else value for name, value in PLAIN[call].items()
+    }
+    results = getattr(ops, call)(**arguments)
+    if call == "sample":
+        results = (results.tokens, *results.stats)
+    assert not any(field.requires_grad for field in results if field is not None)
+
+
+def test_warmup_does_nothing_where_the_twins_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a call was made")
+
+    for name in ("row_stats", "sample", "verify", "reserve"):
+        monkeypatch.setattr(warmup, name, fail)
+    monkeypatch.delenv("ENGINE_KERNELS", raising=False)
+    warmup.warmup(100, 2, torch.float32, "cpu", METHODS, 100, filters=True)
+    monkeypatch.setenv("ENGINE_KERNELS", "triton")
+    warmup.warmup(100, 2, torch.float64, "cpu")
+    with pytest.raises(AssertionError, match="a call was made"):
+        warmup.warmup(100, 2, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(draft_vocab_size=-3), "draft_vocab_size must be >= 1 or None, got -3"),
+        (dict(draft_vocab_size=0), "draft_vocab_size must be >= 1 or None, got 0"),
+        (dict(methods=["greedy"]), "methods must be among"),
+        (dict(dtype=F8), "dtype must be floating"),
+    ],
+    ids=str,
+)
+def test_warmup_refuses(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        warmup.warmup(**dict(vocab_size=100, num_draft_tokens=2, dtype=torch.float32, device="cpu") | wrong)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("B", (MAX_GRID + 1, 1)), ("W", (1, MAX_GRID + 1))])
+def test_more_rows_than_a_grid_has(name: str, shape: tuple[int, int]) -> None:
+    rows = torch.zeros(1, 1, 3)
+    with pytest.raises(ValueError, match=f"{name} must be <= 65,535, got logits of shape"):
+        shape_arguments(rows.expand(*shape, 3), False, False, None, None, batched=False)
+    most = (min(size, MAX_GRID) for size in shape)
+    assert shape_arguments(rows.expand(*most, 3), False, False, None, None, batched=False)["num_rows"] == MAX_GRID
