@@ -32,8 +32,9 @@ def ragged_attention(
     """Attention [B, W, H, D], contiguous, of W new columns whose K and V the cache already holds at seq_lens + i.
 
     Column i of a row sees the keys up to position seq_lens + i; see `attention_reference.ragged_attention`. What a row
-    gives does not depend, bit for bit, on the other rows, its slot, the capacity or kv_length. Give num_valid wherever
-    columns may be padding: else what the cache holds in their place, if it is not finite, reaches the columns before.
+    gives does not depend on the other rows, its slot, the capacity or kv_length: from the Triton kernel bit for bit, from
+    the torch twin to rounding, as torch cuts and sums by the shapes of a call. Give num_valid wherever columns may be
+    padding: else what the cache holds in their place, if it is not finite, reaches the columns before.
 
     Raises:
         ValueError: naming the argument whose shape, dtype, device, strides or value does not fit.

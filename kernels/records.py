@@ -32,7 +32,7 @@ class RowStats(NamedTuple):
     """A distribution is its logits and these numbers: prob(v) = exp(logit_v / T - lse) where logit_v >= threshold.
 
     Every other token has probability 0.
-    Greedy rows (temperature 0) have threshold = the row's maximum and the lse of all logits at temperature 1, so that
+    Greedy rows (temperature below GREEDY_BELOW) have threshold = the row's maximum and the lse of all logits at temperature 1, so that
     logit - lse is the model's own log-probability of the token.
     A row with NaN or +inf has lse = NaN; a row that is -inf throughout has lse = -inf.
     """

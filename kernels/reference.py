@@ -34,7 +34,7 @@ Given = ParamSpec("Given")
 @torch.no_grad()
 def row_stats(
     logits: Tensor,  # [B, V] or [B, W, V] any floating dtype
-    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    temperature: Tensor | None = None,  # [B] float, below 1e-5 = greedy; None: 1
     top_k: Tensor | None = None,  # [B] int, <= 0 = off
     top_p: Tensor | None = None,  # [B] float in (0, 1], 1 = off
     min_p: Tensor | None = None,  # [B] float in [0, 1], 0 = off
@@ -54,7 +54,7 @@ def row_stats(
 @torch.no_grad()
 def sample(
     logits: Tensor,  # [B, V] or [B, W, V] any floating dtype
-    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    temperature: Tensor | None = None,  # [B] float, below 1e-5 = greedy; None: 1
     top_k: Tensor | None = None,  # [B] int
     top_p: Tensor | None = None,  # [B] float
     min_p: Tensor | None = None,  # [B] float
@@ -96,7 +96,7 @@ def verify(
     draft_logits: Tensor | None = None,  # [B, K, V_draft]; None: one-hot
     draft_stats: RowStats | None = None,  # of draft_logits, fields [B, K]
     *,
-    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    temperature: Tensor | None = None,  # [B] float, below 1e-5 = greedy; None: 1
     top_k: Tensor | None = None,  # [B] int
     top_p: Tensor | None = None,  # [B] float
     min_p: Tensor | None = None,  # [B] float

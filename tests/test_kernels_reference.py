@@ -208,6 +208,26 @@ def test_greedy_follows_the_argmax() -> None:
         assert verdict.num_accepted.tolist() == [2, 0, 1] and verdict.status.tolist() == [0, 0, 0]
 
 
+def test_drafts_of_another_temperature() -> None:
+    """Their logits times T_row / T_draft are at T_row what they were drawn by, as kernels/README.md has it: p = q, so all stand."""
+    rows = torch.randn(40, 2, 300, generator=torch.Generator().manual_seed(4)) * 3
+    where = dict(seed=torch.arange(40), position=torch.arange(40))
+    drawn = reference.sample(
+        rows[:, :1],
+        torch.full((40,), 2.0),
+        **where,
+        origin=where["position"],
+        stream=philox.DRAFT,
+        return_logprobs=True,
+    )
+    scaled = rows * (0.5 / 2.0)
+    verdict = reference.verify(
+        scaled, drawn.tokens, scaled[:, :1], temperature=torch.full((40,), 0.5), **where, return_logprobs=True
+    )
+    assert (verdict.num_accepted == 1).all() and (verdict.status == 0).all()
+    torch.testing.assert_close(verdict.logprobs[:, :1], drawn.logprobs)
+
+
 def test_residuals_of_tiny_probabilities() -> None:
     """All that is left of p is 1e-30, where q has half of that; the draft is what p has not at all."""
     target, draft = torch.tensor([[[0.0, -69.0, -torch.inf], [0.0, 0.0, 0.0]]]), torch.tensor([[[0.0, -69.7, -70.0]]])
