@@ -22,5 +22,6 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None) -> N
 
 def check_real(name: str, value: Any) -> None:
     """ValueError unless it is a number >= 0 of Python or NumPy."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
+    number = isinstance(value, float) or (isinstance(value, Real) and not isinstance(value, bool))
+    if not number or not value >= 0:
         raise ValueError(f"{name} must be a number >= 0, got {value!r:.100}")

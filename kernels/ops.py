@@ -16,6 +16,7 @@ from .records import Draws, RowStats, Verdict
 
 LOSSLESS_METHODS = ("rejection", "block", "coupled")
 METHODS = (*LOSSLESS_METHODS, "typical")
+_NEEDED, _WHOLE = ("seed", "position"), ("seed", "position", "origin")  # there is no call without; int64
 
 
 def row_stats(
@@ -170,29 +171,31 @@ def _check_logits(name: str, logits: Tensor, dims: tuple[int, ...], device: torc
 
 
 def _check_stats(stats: RowStats, draft_tokens: Tensor) -> None:
-    rule = f"RowStats with fields of shape [B, K] = {list(draft_tokens.shape)}"
+    shape = draft_tokens.shape
     if not isinstance(stats, RowStats):
-        raise ValueError(f"draft_stats must be {rule}, got {stats!r:.100}")
-    for name, value in stats._asdict().items():
-        check_tensor(f"draft_stats.{name}", value, draft_tokens.device)
+        raise ValueError(
+            f"draft_stats must be RowStats with fields of shape [B, K] = {list(shape)}, got {stats!r:.100}"
+        )
+    device = draft_tokens.device
+    for name, value in zip(RowStats._fields, stats, strict=True):
+        check_tensor(f"draft_stats.{name}", value, device)
+        if value.shape != shape:
+            raise ValueError(f"draft_stats.{name} must have shape [B, K] = {list(shape)}, got {list(value.shape)}")
         if name != "argmax" and value.dtype not in FLOATS:
             raise ValueError(f"draft_stats.{name} must be floating, got {value.dtype}")
-    shapes = [list(field.shape) for field in stats]
-    if shapes != [list(draft_tokens.shape)] * len(shapes):
-        raise ValueError(f"draft_stats must be {rule}, got {shapes}")
 
 
 def _check_rows(logits: Tensor, **values: Tensor | None) -> None:
     """What there is one of for each sequence of `logits`; None is for those that may be left out."""
-    batch, device = logits.shape[0], logits.device
+    batch, device = logits.shape[:1], logits.device
     for name, value in values.items():
-        if value is None and name not in ("seed", "position"):
+        if value is None and name not in _NEEDED:
             continue
         check_tensor(name, value, device)
         assert value is not None
-        if value.shape != (batch,):
-            raise ValueError(f"{name} must have shape [B] = [{batch}], got {list(value.shape)}")
-        if name in ("seed", "position", "origin"):
+        if value.shape != batch:
+            raise ValueError(f"{name} must have shape [B] = {list(batch)}, got {list(value.shape)}")
+        if name in _WHOLE:
             if value.dtype != torch.int64:
                 raise ValueError(f"{name} must be int64, got {value.dtype}")
         elif name == "top_k":
@@ -203,6 +206,8 @@ def _check_rows(logits: Tensor, **values: Tensor | None) -> None:
 
 
 def _check_vocabulary(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> None:
+    if logit_bias is token_mask is None:
+        return
     shapes = [logits.shape[-1:], (logits.shape[0], logits.shape[-1]), logits.shape]
     for name, value in (("logit_bias", logit_bias), ("token_mask", token_mask)):
         if value is None:

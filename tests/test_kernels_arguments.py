@@ -77,7 +77,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
       for name in RowStats._fields),
     ("verify", dict(draft_stats=STATS._replace(lse=STATS.lse.to(META))), "draft_stats.lse must be a tensor on cpu, got one on meta"),
     ("verify", dict(draft_stats=STATS._replace(lse=STATS.argmax)), "draft_stats.lse must be floating, got torch.int64"),
-    ("verify", dict(draft_stats=STATS._replace(lse=REAL)), "draft_stats must be RowStats with fields of shape"),
+    ("verify", dict(draft_stats=STATS._replace(lse=REAL)), "draft_stats.lse must have shape"),
     *(("verify", {name: value}, f"{name} must be a number >= 0, got ") for name in ("typical_epsilon", "typical_delta")
       for value in (None, "0.1", torch.tensor(0.1), -0.1, float("nan"), True)),
     ("verify", dict(method=None), "method must be one of"),
