@@ -11,7 +11,7 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerFast
 import engine
 from engine import config
 from engine.kernels import ops
-from engine.kernels.launch import MAX_BATCH
+from engine.kernels.checks import MAX_GRID
 from engine.kernels.records import GREEDY_BELOW
 
 
@@ -75,7 +75,7 @@ def test_sampling_params_know_their_fields_and_are_frozen() -> None:
 
 def test_the_kernels_have_the_same_rules() -> None:
     """The config is read without them, as it needs no torch."""
-    assert (config.GREEDY_BELOW, config.LARGEST_BATCH) == (GREEDY_BELOW, MAX_BATCH)
+    assert torch.tensor(config.GREEDY_BELOW).item() == GREEDY_BELOW and config.LARGEST_BATCH == MAX_GRID
     assert config.VERIFICATION_METHODS == ops.LOSSLESS_METHODS
 
 
