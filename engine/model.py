@@ -84,9 +84,8 @@ class RaggedModel:
         if reason is not None and self.device.type == "cuda":
             logger.warning("the %s runs without CUDA graphs: %s", role, reason)
         self.vocab_size = vocab_size(model)
-        self.known_ids: int | None = (
-            None  # if set, ids from here on, which the model does not have, are read as token 0
-        )
+        # If set: ids from here on, which the model does not have, are read as token 0.
+        self.known_ids: int | None = None
         self.context_length = context_length(self.config)
         granularity = EXACT_KV_GRANULARITY if exact else KV_GRANULARITY
         self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
