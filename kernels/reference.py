@@ -1,7 +1,7 @@
 """The torch twin of every kernel: the specification that the Triton versions are held against.
 
-Everything is computed in float32, or in float64 when the logits are float64 (those of the target, for `verify`). p is the target's distribution, q the
-drafter's, both after logit bias, token mask, temperature and filters.
+Everything is computed in float32, or in float64 when the logits are float64 (those of the target, for `verify`). p is the target's
+distribution, q the drafter's, both after logit bias, token mask, temperature and filters.
 
 - rejection: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318
 - block: Sun et al., arXiv 2403.10444

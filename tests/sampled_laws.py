@@ -51,12 +51,20 @@ def flat_target(vocab_size: int = VOCAB, num_hidden_layers: int = 1) -> PreTrain
     return model
 
 
+def warpers_of(setting: dict[str, Any]) -> LogitsProcessorList:
+    """What transformers makes of these parameters, in its order."""
+    warpers = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(setting.get("repetition_penalty", 1.0))])
+    if temperature := setting.get("temperature"):
+        warpers.append(TemperatureLogitsWarper(temperature))
+        if top_k := setting.get("top_k"):
+            warpers.append(TopKLogitsWarper(top_k))
+        warpers.append(TopPLogitsWarper(setting.get("top_p", 1.0)))
+    return warpers
+
+
 def law(target: PreTrainedModel, setting: dict[str, Any], prompt: list[int], length: int) -> dict[Text, float]:
     """Probability of every continuation of so many tokens."""
-    warpers = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(setting.get("repetition_penalty", 1.0))])
-    warpers += [TemperatureLogitsWarper(setting["temperature"])]
-    if "top_k" in setting:
-        warpers += [TopKLogitsWarper(setting["top_k"]), TopPLogitsWarper(setting["top_p"])]
+    warpers = warpers_of(setting)
     outcomes = list(itertools.product(range(target.config.vocab_size), repeat=length))
     texts = torch.tensor([[*prompt, *outcome] for outcome in outcomes])
     with torch.no_grad():

@@ -4,17 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from sampled_laws import RULES
+from sampled_laws import RULES, warpers_of
 from tiny_models import perturbed, random_prompts, tiny
 from tiny_tokenizer import VOCAB
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
 
 import engine
 
@@ -34,12 +27,7 @@ def target() -> PreTrainedModel:
 
 def expected(model: PreTrainedModel, prompt: list[int], new: list[int], setting: dict[str, Any]) -> torch.Tensor:
     """By transformers' processors on one call over the whole text, in float64."""
-    warpers = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(setting.get("repetition_penalty", 1.0))])
-    if setting.get("temperature"):
-        warpers.append(TemperatureLogitsWarper(setting["temperature"]))
-        warpers.append(TopKLogitsWarper(setting.get("top_k", VOCAB)))
-        warpers.append(TopPLogitsWarper(setting.get("top_p", 1.0)))
-    text = torch.tensor([prompt + new])
+    warpers, text = warpers_of(setting), torch.tensor([prompt + new])
     with torch.inference_mode():
         logits = model(text).logits[0].double()
     rows = [warpers(text[:, : i + 1], logits[None, i])[0] for i in range(len(prompt) - 1, text.shape[1] - 1)]
