@@ -11,8 +11,10 @@ the largest peak, and a draw in two levels chooses a block by the masses. Nothin
 
 What the kernels hand to each other:
 
-    rows    (logits, bias, mask), the last two or None. Each is a view of a tensor [B, W, V]:
-            (pointer, vocabulary size, stride of batch, of row, of token).
+    rows    (logits, bias, mask, cu_logits, cu_words); bias and mask or None. Each of the first three is a view of a tensor [B, W, V]:
+            (pointer, vocabulary size, stride of batch, of row, of token). Packed rows are one of [N, V] with a stride of batch of 0:
+            sequence b has the rows from cu[b] up to cu[b + 1] of them, which the last two say of the logits and of bias and mask;
+            None: they are not packed. A row that a sequence has not is -inf throughout.
     memory  (scratch, number of rows, blocks of a row, room for a search): where they leave their numbers.
     noise   (seed, position, origin, stream): what a random number is for, besides its index (jit_random.py).
 
@@ -48,24 +50,33 @@ _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 def read_raw(rows, batch, column, ids):
     """Logits float32 of tokens `ids` >= 0 in row `column` (int64, scalar or of the shape of ids) of sequence `batch`
     (int64 scalar): bias added, -inf outside the mask and beyond the vocabulary."""
-    view, bias, mask = rows
-    logits, vocab_size, stride_batch, stride_row, stride_token = view
+    logits, bias, mask, cu_logits, cu_words = rows
     offsets = ids.to(tl.int64)
     if (
         len(ids.shape) == 3
     ):  # else the compiler of Triton 3.6 spreads a tile's first axis over the warps, and not its blocks
         offsets = tl.max_contiguous(offsets, [1, 2, ids.shape[2]])
-    at = logits + batch * stride_batch + column * stride_row + offsets * stride_token
-    x = tl.load(at, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    at, inside = _locate(logits, cu_logits, batch, column, ids, offsets)
+    x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
     if bias is not None:
-        values, size, stride_batch, stride_row, stride_token = bias
-        at = values + batch * stride_batch + column * stride_row + offsets * stride_token
-        x += tl.load(at, mask=(ids < vocab_size) & (ids < size), other=0.0).to(tl.float32)
+        at, has_bias = _locate(bias, cu_words, batch, column, ids, offsets)
+        x += tl.load(at, mask=inside & has_bias, other=0.0).to(tl.float32)
     if mask is not None:
-        allowed, size, stride_batch, stride_row, stride_token = mask
-        at = allowed + batch * stride_batch + column * stride_row + offsets * stride_token
-        x = tl.where(tl.load(at, mask=(ids < vocab_size) & (ids < size), other=1) != 0, x, float("-inf"))
+        at, has_mask = _locate(mask, cu_words, batch, column, ids, offsets)
+        x = tl.where(tl.load(at, mask=inside & has_mask, other=1) != 0, x, float("-inf"))
     return x
+
+
+@triton.jit
+def _locate(view, cu, batch, column, ids, offsets):
+    """Pointers to tokens `ids` (`offsets` are the same in int64) of a view's row, and which of them there are."""
+    values, size, stride_batch, stride_row, stride_token = view
+    inside = ids < size
+    if cu is not None:
+        first, end = tl.load(cu + batch).to(tl.int64), tl.load(cu + batch + 1).to(tl.int64)
+        column += first
+        inside &= column < end
+    return values + batch * stride_batch + column * stride_row + offsets * stride_token, inside
 
 
 @triton.jit

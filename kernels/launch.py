@@ -1,5 +1,6 @@
 """What the launchers of `row_stats`, `sample` and `verify` share: how tensors are handed to the kernels, and in what shapes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,15 +22,22 @@ def as_rows(logits: Tensor) -> Tensor:
 
 
 def view(rows: Tensor) -> tuple[Tensor, int, int, int, int]:
-    """What a kernel gets of logits [B, W, V]."""
-    return rows, rows.shape[2], rows.stride(0), rows.stride(1), rows.stride(2)
+    """What a kernel gets of logits [B, W, V], or packed [N, V]."""
+    batch = rows.stride(0) if rows.dim() == 3 else 0
+    return rows, rows.shape[-1], batch, rows.stride(-2), rows.stride(-1)
 
 
-def vocabulary_view(value: Tensor | None, rows: Tensor) -> tuple[Tensor, int, int, int, int] | None:
-    """The same of a bias or mask [V], [B, V] or [B, W, V] over logits [B, W, V]: strides are 0 where it is spread."""
+def vocabulary_view(
+    value: Tensor | None, rows: Tensor, cu: Tensor | None = None
+) -> tuple[Tensor, int, int, int, int] | None:
+    """The same of a bias or mask [V], [B, V] or [B, W, V] over logits [B, W, V], or with `cu` [B+1] of one [V], [B, 1, V] or packed
+    [N, V]: strides are 0 where it is spread."""
     if value is None:
         return None
-    return view(spread(value, 3).expand(rows.shape[0], rows.shape[1], -1))
+    if cu is not None and value.dim() == 2:
+        return view(value)
+    shape = rows.shape[:2] if cu is None else (len(cu) - 1, 2)  # of rows that are spread, two show a stride of 0
+    return view(spread(value, 3).expand(*shape, -1))
 
 
 def row_arguments(**values: Tensor | None) -> dict[str, Tensor | None]:
@@ -42,14 +50,21 @@ def is_filtered(top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 
 
 def shape_arguments(
-    rows: Tensor, filtered: bool, by_token: bool, logit_bias: Tensor | None, token_mask: Tensor | None, batched: bool
+    rows: Tensor,
+    shape: Sequence[int],
+    filtered: bool,
+    by_token: bool,
+    logit_bias: Tensor | None,
+    token_mask: Tensor | None,
+    batched: bool,
 ) -> dict[str, Any]:
-    """Sizes, memory and options for a pass over logits [B, W, V]; `by_token`: rows draw by themselves; `batched`: with a counter per
-    sequence too."""
-    batch, width, vocab_size = rows.shape
+    """Sizes, memory and options for a pass over logits [B, W, V], or packed ones of so many sequences and rows; shape: B and W.
+
+    `by_token`: rows draw by themselves; `batched`: with a counter per sequence too."""
+    (batch, width), vocab_size = shape, rows.shape[-1]
     for name, size in (("B", batch), ("W", width)):
         if size > MAX_GRID:
-            raise ValueError(f"{name} must be <= {MAX_GRID:,}, got logits of shape {list(rows.shape)}")
+            raise ValueError(f"{name} must be <= {MAX_GRID:,}, got {size:,} with logits of shape {list(rows.shape)}")
     num_rows, num_blocks = batch * width, triton.cdiv(vocab_size, BLOCK)
     blocks = min(TILE_BLOCKS, triton.next_power_of_2(num_blocks))
     num_tiles = triton.cdiv(num_blocks, blocks)
@@ -89,8 +104,8 @@ def lanes(width: int) -> int:
 
 
 def is_simple(rows: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> bool:
-    """Whether logits [B, W, V] are read 16 bytes at a time and nothing is read beside them, which takes fewer registers."""
-    return logit_bias is token_mask is None and all(stride % 16 == 0 for stride in rows.stride()[:2])
+    """Whether logits [..., V] are read 16 bytes at a time and nothing is read beside them, which takes fewer registers."""
+    return logit_bias is token_mask is None and all(stride % 16 == 0 for stride in rows.stride()[:-1])
 
 
 def empty_stats(logits: Tensor) -> RowStats:

@@ -35,7 +35,7 @@ def row_stats(
         ValueError: naming the argument whose type, shape, dtype or device does not fit.
     """
     _check_logits("logits", logits, (2, 3))
-    _check_rows(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    _check_rows(len(logits), logits.device, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_vocabulary(logits, logit_bias, token_mask)
     more: dict[str, Any] = dict(logit_bias=logit_bias, token_mask=token_mask)
     if _use_triton(logits):
@@ -67,7 +67,7 @@ def sample(
     """
     _check_logits("logits", logits, (2, 3))
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    _check_rows(logits, **rows, seed=seed, position=position, origin=origin)
+    _check_rows(len(logits), logits.device, **rows, seed=seed, position=position, origin=origin)
     if not isinstance(stream, int) or stream not in philox.STREAMS:
         raise ValueError(
             f"stream must be one of {', '.join(map(str, philox.STREAMS))} (see philox), got {stream!r:.100}"
@@ -83,7 +83,7 @@ def sample(
 
 
 def verify(
-    target_logits: Tensor,  # [B, K+1, V_target] any floating dtype, any row stride
+    target_logits: Tensor,  # [B, K+1, V_target], or packed [N, V_target], any floating dtype, any row stride
     draft_tokens: Tensor,  # [B, K] int64, -1 where a row proposes fewer
     draft_logits: Tensor | None = None,  # [B, K, V_draft] the logits the drafts were drawn from; None: one-hot
     draft_stats: RowStats | None = None,  # of draft_logits, [B, K], if the sampler already computed them
@@ -97,6 +97,7 @@ def verify(
     method: str = "rejection",
     logit_bias: Tensor | None = None,  # [V], [B, V] or [B, K+1, V] floating, added to target and draft logits
     token_mask: Tensor | None = None,  # [V], [B, V] or [B, K+1, V] bool, False = excluded from both
+    cu_num_logits: Tensor | None = None,  # [B+1] int32, where the rows of each sequence begin in packed target_logits
     return_logprobs: bool = False,
     typical_epsilon: float = 0.09,
     typical_delta: float = 0.3,
@@ -110,19 +111,35 @@ def verify(
     Target and draft rows go through the same bias, mask, temperature and filters. V_draft may differ from V_target: a
     token that a vocabulary lacks has probability 0 in it.
 
+    With `cu_num_logits` the target's rows are packed: those from cu_num_logits[b] up to cu_num_logits[b+1] belong to
+    sequence b, in ascending order, and may be fewer than K+1 as its drafts are fewer; what it has not is as a row that is -inf
+    throughout, and is not read. logit_bias and token_mask are then [V], [B, 1, V] or packed as well, [N, V].
+
     Raises:
         ValueError: naming the argument whose type, shape, dtype, device or value does not fit.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    _check_logits("target_logits", target_logits, (3,))
-    batch, width, _ = target_logits.shape
+    packed = cu_num_logits is not None
+    _check_logits("target_logits", target_logits, (2,) if packed else (3,))
     device = target_logits.device
     check_tensor("draft_tokens", draft_tokens, device)
-    if draft_tokens.shape != (batch, width - 1) or draft_tokens.dtype != torch.int64:
+    if draft_tokens.dim() != 2 or draft_tokens.dtype != torch.int64:
         raise ValueError(
-            f"draft_tokens must be int64 of shape [B, K] = [{batch}, {width - 1}] for target_logits of shape "
-            f"{list(target_logits.shape)}, got {draft_tokens.dtype} of shape {list(draft_tokens.shape)}"
+            f"draft_tokens must be int64 of shape [B, K], got {draft_tokens.dtype} of shape {list(draft_tokens.shape)}"
+        )
+    batch, num_drafts = draft_tokens.shape
+    if cu_num_logits is not None:
+        check_tensor("cu_num_logits", cu_num_logits, device)
+        if cu_num_logits.dtype != torch.int32 or cu_num_logits.shape != (batch + 1,):
+            raise ValueError(
+                f"cu_num_logits must be int32 of shape [B+1] = [{batch + 1}] for draft_tokens of shape "
+                f"{list(draft_tokens.shape)}, got {cu_num_logits.dtype} of shape {list(cu_num_logits.shape)}"
+            )
+    elif target_logits.shape[:2] != (batch, num_drafts + 1):
+        raise ValueError(
+            f"draft_tokens must be of shape [B, K] for target_logits of shape [B, K+1, V] = {list(target_logits.shape)}, "
+            f"got shape {list(draft_tokens.shape)}"
         )
     if draft_logits is not None:
         _check_logits("draft_logits", draft_logits, (3,), device)
@@ -136,14 +153,19 @@ def verify(
     if draft_stats is not None:
         _check_stats(draft_stats, draft_tokens)
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    _check_rows(target_logits, **rows, seed=seed, position=position)
-    _check_vocabulary(target_logits, logit_bias, token_mask)
+    _check_rows(batch, device, **rows, seed=seed, position=position)
+    _check_vocabulary(target_logits, logit_bias, token_mask, batch if packed else None)
     for name, value in (("typical_epsilon", typical_epsilon), ("typical_delta", typical_delta)):
         check_real(name, value)
     more: dict[str, Any] = dict(
         rows, seed=seed, position=position, method=method, logit_bias=logit_bias, token_mask=token_mask
     )
-    more |= dict(return_logprobs=return_logprobs, typical_epsilon=typical_epsilon, typical_delta=typical_delta)
+    more |= dict(
+        cu_num_logits=cu_num_logits,
+        return_logprobs=return_logprobs,
+        typical_epsilon=typical_epsilon,
+        typical_delta=typical_delta,
+    )
     if _use_triton(target_logits, draft_logits, *(draft_stats or ())):
         from .verify import verify as triton_verify
 
@@ -185,16 +207,15 @@ def _check_stats(stats: RowStats, draft_tokens: Tensor) -> None:
             raise ValueError(f"draft_stats.{name} must be floating, got {value.dtype}")
 
 
-def _check_rows(logits: Tensor, **values: Tensor | None) -> None:
-    """What there is one of for each sequence of `logits`; None is for those that may be left out."""
-    batch, device = logits.shape[:1], logits.device
+def _check_rows(batch: int, device: torch.device, **values: Tensor | None) -> None:
+    """What there is one of for each sequence; None is for those that may be left out."""
     for name, value in values.items():
         if value is None and name not in _NEEDED:
             continue
         check_tensor(name, value, device)
         assert value is not None
-        if value.shape != batch:
-            raise ValueError(f"{name} must have shape [B] = {list(batch)}, got {list(value.shape)}")
+        if value.shape != (batch,):
+            raise ValueError(f"{name} must have shape [B] = [{batch}], got {list(value.shape)}")
         if name in _WHOLE:
             if value.dtype != torch.int64:
                 raise ValueError(f"{name} must be int64, got {value.dtype}")
@@ -205,10 +226,14 @@ def _check_rows(logits: Tensor, **values: Tensor | None) -> None:
             raise ValueError(f"{name} must be float, got {value.dtype}")
 
 
-def _check_vocabulary(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> None:
+def _check_vocabulary(
+    logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None, packed: int | None = None
+) -> None:
+    """`packed`: of so many sequences; None: they are not."""
     if logit_bias is token_mask is None:
         return
-    shapes = [logits.shape[-1:], (logits.shape[0], logits.shape[-1]), logits.shape]
+    size = logits.shape[-1]
+    shapes = [(size,), (len(logits), size) if packed is None else (packed, 1, size), logits.shape]
     for name, value in (("logit_bias", logit_bias), ("token_mask", token_mask)):
         if value is None:
             continue
@@ -219,5 +244,6 @@ def _check_vocabulary(logits: Tensor, logit_bias: Tensor | None, token_mask: Ten
         if value.shape not in shapes:
             allowed = ", ".join(str(list(shape)) for shape in shapes)
             raise ValueError(
-                f"{name} must have shape [V], [B, V] or that of the logits ({allowed}), got {list(value.shape)}"
+                f"{name} must have shape [V], {'[B, V]' if packed is None else '[B, 1, V]'} or that of the logits "
+                f"({allowed}), got {list(value.shape)}"
             )

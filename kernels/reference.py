@@ -24,7 +24,7 @@ from .draw import draw, draw_by_token
 from .numerics import argmax, bounds, chunks, computed, finite, places, resize, take, those
 from .records import Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, residual
-from .rows import Rows, Temperatures
+from .rows import Rows, Temperatures, unpacked
 from .rows import adjusted as adjusted  # these two are part of this module too
 from .rows import log_prob as log_prob
 
@@ -91,7 +91,7 @@ def _without_autograd(function: Callable[Given, Verdict]) -> Callable[Given, Ver
 
 @_without_autograd
 def verify(
-    target_logits: Tensor,  # [B, K+1, V_target] any floating dtype
+    target_logits: Tensor,  # [B, K+1, V_target], or packed [N, V_target], any floating dtype
     draft_tokens: Tensor,  # [B, K] int64, -1 where a row proposes fewer
     draft_logits: Tensor | None = None,  # [B, K, V_draft]; None: one-hot
     draft_stats: RowStats | None = None,  # of draft_logits, fields [B, K]
@@ -103,8 +103,11 @@ def verify(
     seed: Tensor,  # [B] int64
     position: Tensor,  # [B] int64, absolute position of the first drafted token
     method: str = "rejection",
-    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, K+1, V] float, of p and q alike
+    logit_bias: Tensor
+    | None = None,  # [V], [B, V] or [B, K+1, V], packed [V], [B, 1, V] or [N, V], float; of p and q alike
     token_mask: Tensor | None = None,  # likewise, bool
+    cu_num_logits: Tensor
+    | None = None,  # [B+1] int32 if they are packed: sequence b has the rows from cu[b] up to cu[b+1]
     return_logprobs: bool = False,
     typical_epsilon: float = 0.09,
     typical_delta: float = 0.3,
@@ -120,6 +123,12 @@ def verify(
     Where all stand, the next token comes from the target's next row. Greedy rows keep drafts while they are the argmax.
     """
     num_drafts = draft_tokens.shape[1]
+    if cu_num_logits is not None:  # a row that a sequence has not is -inf throughout
+        target_logits = unpacked(target_logits, cu_num_logits, num_drafts + 1, -torch.inf)
+        if logit_bias is not None and logit_bias.dim() == 2:
+            logit_bias = unpacked(logit_bias, cu_num_logits, num_drafts + 1, 0)
+        if token_mask is not None and token_mask.dim() == 2:
+            token_mask = unpacked(token_mask, cu_num_logits, num_drafts + 1, True)
     if method in ("coupled", "typical") or num_drafts == 0:
         draft_logits = None
     if draft_logits is not None and target_logits.dtype != torch.float64:

@@ -74,12 +74,13 @@ def _draw_from_residual(rows, draft, batch, column, mass, shifts, inverse_temper
 @triton.jit(
     do_not_specialize=["num_rows", "width"],
     do_not_specialize_on_alignment=[
-        "draft_tokens", "draft_threshold", "draft_lse", "temperature", "seed", "position",
+        "cu_num_logits", "draft_tokens", "draft_threshold", "draft_lse", "temperature", "seed", "position",
         "tokens", "num_accepted", "status", "logprobs",
     ],
 )  # fmt: skip
 def residual_kernel(
     target, bias, mask,  # views [B, K+1, V_target]; bias and mask or None
+    cu_num_logits,  # [B+1] int32 if these are packed, or None
     draft_tokens,  # [B, K] int64, -1 = none
     draft,  # view [B, K, V_draft]
     draft_threshold, draft_lse,  # [B, K] float32
@@ -92,11 +93,8 @@ def residual_kernel(
     METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, drafts, memory = (
-        (target, bias, mask),
-        (draft, bias, mask),
-        (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0),
-    )
+    rows, drafts = (target, bias, mask, cu_num_logits, cu_num_logits), (draft, bias, mask, None, cu_num_logits)
+    memory = (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pending = tl.load(as_int(row_at(memory, ROW_PENDING, batch * width)))
     inverse_temperature, _ = load_temperature(temperature, batch)

@@ -24,10 +24,11 @@ from .records import RowStats
 # tensors, which may be views of larger ones, begin.
 @triton.jit(
     do_not_specialize=["num_rows", "width"],
-    do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "threshold", "lse", "argmax"],
+    do_not_specialize_on_alignment=["cu_words", "temperature", "top_k", "top_p", "min_p", "threshold", "lse", "argmax"],
 )
 def row_stats_kernel(
     logits, bias, mask,  # views [B, W, V]; bias and mask or None
+    cu_words,  # [B+1] int32 if bias and mask are packed, or None
     temperature, top_k, top_p, min_p,  # [B] or None
     threshold, lse, argmax,  # [B, W] float32, float32, int64; written
     scratch, counters,
@@ -35,7 +36,8 @@ def row_stats_kernel(
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
+    rows = (logits, bias, mask, None, cu_words)
+    memory = (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
     ids = tile_ids(tile, BLOCKS, BLOCK)
@@ -71,18 +73,20 @@ def row_stats(
     *,
     logit_bias: Tensor | None = None,  # [V], [B, V] or [B, W, V] float
     token_mask: Tensor | None = None,  # likewise, bool
+    cu_words: Tensor | None = None,  # [B+1] int32, if bias and mask are packed, as `verify` takes them
 ) -> RowStats:
     """Stats of rows: fields [B] or [B, W]; one launch."""
     rows = as_rows(logits)
     stats = empty_stats(logits)
     filtered = is_filtered(top_k, top_p, min_p)
-    shape = shape_arguments(rows, filtered, False, logit_bias, token_mask, batched=False)
+    shape = shape_arguments(rows, rows.shape[:2], filtered, False, logit_bias, token_mask, batched=False)
     if rows.shape[0] * rows.shape[1]:
         with torch.cuda.device_of(logits):
             row_stats_kernel[(shape["num_tiles"], rows.shape[1], rows.shape[0])](
                 logits=view(rows),
-                bias=vocabulary_view(logit_bias, rows),
-                mask=vocabulary_view(token_mask, rows),
+                bias=vocabulary_view(logit_bias, rows, cu_words),
+                mask=vocabulary_view(token_mask, rows, cu_words),
+                cu_words=cu_words,
                 **row_arguments(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
                 **stats._asdict(),
                 **shape,

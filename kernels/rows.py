@@ -97,6 +97,15 @@ class Rows(NamedTuple):
         return kept(logits, factor, threshold if self.filtered else None).sub_(lse[..., None])
 
 
+def unpacked(values: Tensor, cu: Tensor, width: int, fill: float) -> Tensor:
+    """Packed rows [N, V] as [B, width, V], with `fill` in those that a sequence has not: it has those from cu[b] up to cu[b+1]."""
+    at = cu[:-1, None] + torch.arange(width, device=cu.device)
+    missing = (at >= cu[1:, None])[..., None]
+    if not len(values):
+        return values.new_full((*at.shape, values.shape[1]), fill)
+    return values[at.clamp(max=len(values) - 1)].masked_fill_(missing, fill)
+
+
 def adjusted(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> Tensor:
     """Logits [B, V] or [B, W, V] with bias [V], [B, V] or [B, W, V] added, in the dtype of the computation, and tokens
     outside the mask at -inf. A vocabulary larger than theirs has no bias and no mask beyond it.

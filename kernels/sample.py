@@ -52,7 +52,8 @@ def sample_kernel(
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows, memory = (logits, bias, mask), (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
+    rows = (logits, bias, mask, None, None)
+    memory = (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
     ids = tile_ids(tile, BLOCKS, BLOCK)
@@ -115,7 +116,7 @@ def sample(
     tokens = torch.empty_like(stats.argmax)
     logprobs = torch.empty_like(stats.lse) if return_logprobs else None
     filtered = is_filtered(top_k, top_p, min_p)
-    shape = shape_arguments(rows, filtered, True, logit_bias, token_mask, batched=False)
+    shape = shape_arguments(rows, rows.shape[:2], filtered, True, logit_bias, token_mask, batched=False)
     if tokens.numel():
         with torch.cuda.device_of(logits):
             sample_kernel[(shape["num_tiles"], rows.shape[1], rows.shape[0])](

@@ -68,12 +68,13 @@ _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 @triton.jit(
     do_not_specialize=["num_rows", "width", "typical_epsilon", "typical_delta"],
     do_not_specialize_on_alignment=[
-        "draft_tokens", "draft_threshold", "draft_lse", "temperature", "top_k", "top_p", "min_p", "seed", "position",
-        "tokens", "num_accepted", "status", "logprobs",
+        "cu_num_logits", "draft_tokens", "draft_threshold", "draft_lse", "temperature", "top_k", "top_p", "min_p", "seed",
+        "position", "tokens", "num_accepted", "status", "logprobs",
     ],
 )  # fmt: skip
 def verify_kernel(
     target, bias, mask,  # views [B, K+1, V_target]; bias and mask or None
+    cu_num_logits,  # [B+1] int32 if these are packed, or None
     draft_tokens,  # [B, K] int64, -1 = none
     draft,  # view [B, K, V_draft], or None: one-hot
     draft_threshold, draft_lse,  # [B, K] float32, or None
@@ -92,7 +93,8 @@ def verify_kernel(
     BY_ROW: tl.constexpr = FILTERED or METHOD == "coupled"  # a row has work of its own, before that of its sequence
     MASSES: tl.constexpr = METHOD != "coupled" or FILTERED or logprobs is not None
     LEAVE_OUT: tl.constexpr = draft is None and not FILTERED and (METHOD == "rejection" or METHOD == "block")
-    rows, memory = (target, bias, mask), (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
+    rows = (target, bias, mask, cu_num_logits, cu_num_logits)
+    memory = (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
 
@@ -120,9 +122,8 @@ def verify_kernel(
             tl.store(blocks_at(memory, BLOCK_HEAT, row) + block, heat, mask=block < num_blocks)
 
     # Its row, if this is the last tile of it, and its sequence, if this is the last row of it.
-    sequence = (
-        draft_tokens, (draft, bias, mask), draft_threshold, draft_lse, seed, position, inverse_temperature, greedy,
-    )  # fmt: skip
+    drafts = (draft, bias, mask, None, cu_num_logits)
+    sequence = (draft_tokens, drafts, draft_threshold, draft_lse, seed, position, inverse_temperature, greedy)
     outputs = (tokens, num_accepted, status, logprobs)
     if BY_ROW:
         if arrive(counters + row, num_tiles):
@@ -241,7 +242,7 @@ def _decide(
 
 
 def verify(
-    target_logits: Tensor,  # [B, K+1, V_target] float32, bfloat16 or float16, any strides
+    target_logits: Tensor,  # [B, K+1, V_target], or packed [N, V_target], float32, bfloat16 or float16, any strides
     draft_tokens: Tensor,  # [B, K] int64, -1 = none
     draft_logits: Tensor | None = None,  # [B, K, V_draft] likewise; None: one-hot
     draft_stats: RowStats | None = None,  # of draft_logits, fields [B, K]
@@ -253,8 +254,9 @@ def verify(
     seed: Tensor,  # [B] int64
     position: Tensor,  # [B] int64, absolute position of the first drafted token
     method: str = "rejection",
-    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, K+1, V] float
+    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, K+1, V], packed [V], [B, 1, V] or [N, V], float
     token_mask: Tensor | None = None,  # likewise, bool
+    cu_num_logits: Tensor | None = None,  # [B+1] int32 if they are packed
     return_logprobs: bool = False,
     typical_epsilon: float = 0.09,
     typical_delta: float = 0.3,
@@ -263,15 +265,18 @@ def verify(
 
     One launch; two where draft_logits count (`rejection` and `block`), and one more where they come without stats.
     """
-    batch, width, _ = target_logits.shape
+    batch, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
     device = target_logits.device
+    cu_num_logits = None if cu_num_logits is None else cu_num_logits.contiguous()
     rows = row_arguments(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     if method in ("coupled", "typical") or width == 1:
         draft_logits = draft_stats = None
     if draft_logits is not None and draft_stats is None:
-        bias, mask = (value[:, :-1] if value is not None and value.dim() == 3 else value
-                      for value in (logit_bias, token_mask))  # fmt: skip
-        draft_stats = row_stats(draft_logits, **rows, logit_bias=bias, token_mask=mask)
+        words = dict(logit_bias=logit_bias, token_mask=token_mask)
+        if cu_num_logits is None:
+            words = {name: value[:, :-1] if value is not None and value.dim() == 3 else value
+                     for name, value in words.items()}  # fmt: skip
+        draft_stats = row_stats(draft_logits, **rows, **words, cu_words=cu_num_logits)
     filtered = is_filtered(top_k, top_p, min_p)
     verdict = Verdict(
         tokens=torch.empty((batch, width), dtype=torch.int64, device=device),
@@ -281,11 +286,14 @@ def verify(
     )
     if batch == 0:
         return verdict
-    shape = shape_arguments(target_logits, filtered, method == "coupled", logit_bias, token_mask, batched=True)
+    shape = shape_arguments(
+        target_logits, (batch, width), filtered, method == "coupled", logit_bias, token_mask, batched=True
+    )
     both = dict(
         target=view(target_logits),
-        bias=vocabulary_view(logit_bias, target_logits),
-        mask=vocabulary_view(token_mask, target_logits),
+        bias=vocabulary_view(logit_bias, target_logits, cu_num_logits),
+        mask=vocabulary_view(token_mask, target_logits, cu_num_logits),
+        cu_num_logits=cu_num_logits,
         draft_tokens=draft_tokens.contiguous(),
         draft=None if draft_logits is None else view(draft_logits),
         **row_arguments(

@@ -24,6 +24,7 @@ def warmup(
     logit_bias: bool = False,
     token_mask: bool = False,
     return_logprobs: bool = False,
+    packed: bool = False,
 ) -> None:
     """Run every variant that such calls of `row_stats`, `sample` and `verify` can need, and reserve memory for graphs.
 
@@ -49,6 +50,7 @@ def warmup(
         filters: calls come with top_k, top_p and min_p too, and without (each call: all three or none).
         logit_bias, token_mask: whether [V] tensors of them are given.
         return_logprobs: whether log-probabilities are asked for.
+        packed: `verify` gets packed logits, with cu_num_logits.
 
     Raises:
         ValueError: naming the argument whose value does not fit.
@@ -84,12 +86,18 @@ def warmup(
         words = _words(vocab_size, logit_bias, token_mask, device)
         for width in _widths(num_draft_tokens, vocab_size, draft_vocab_size or vocab_size):
             logits = torch.zeros(1, width, vocab_size, dtype=dtype, device=device)
+            layout: dict[str, Any] = {}
+            if packed:
+                logits, layout = (
+                    logits[0],
+                    dict(cu_num_logits=width * torch.arange(2, dtype=torch.int32, device=device)),
+                )
             drafts = torch.zeros(1, width - 1, dtype=torch.int64, device=device)
             draft = torch.zeros(1, width - 1, draft_vocab_size or 1, dtype=dtype, device=device)
             for method in methods:
                 for proposed in (None, draft) if draft_vocab_size else (None,):
                     more = dict(method=method, return_logprobs=return_logprobs)
-                    verify(logits, drafts, proposed, **rows, **where, **words, **more)
+                    verify(logits, drafts, proposed, **rows, **where, **words, **layout, **more)
 
 
 def _widths(num_draft_tokens: int, vocab_size: int, draft_vocab_size: int | None = None) -> list[int]:

@@ -86,6 +86,10 @@ def variants(dtypes: list[str], whole: bool, brief: bool) -> Iterator[tuple[str,
                 call = partial(verify, target, *proposal, **more, **where, method=method)
                 kind = f"{label}, {method}, {'full' if full else 'one-hot'}"
                 yield kind, call
+                if whole or option == "plain":
+                    begins = dict(cu_num_logits=width * torch.arange(BATCH + 1, dtype=torch.int32))
+                    packed = target.flatten(0, 1), *proposal
+                    yield f"{kind}, packed", partial(verify, *packed, **more, **where, **begins, method=method)
                 if whole:
                     yield f"{kind}, logprobs", partial(call, return_logprobs=True)
 
@@ -94,6 +98,7 @@ def warm_up() -> None:
     """What a configuration would compile before it serves: full drafts, filters."""
     warmup(VOCABS["even"], 4, torch.bfloat16, "cpu", SERVED, VOCABS["even"], filters=True)
     warmup(UNALIGNED, 9, torch.bfloat16, "cpu", SERVED[:1], UNALIGNED)
+    warmup(VOCABS["even"], 4, torch.bfloat16, "cpu", SERVED[:1], VOCABS["even"], packed=True)
 
 
 def serving() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -116,6 +121,14 @@ def serving() -> Iterator[tuple[str, Callable[[], object]]]:
             yield "sample, drafting", partial(sample, target[:, 0], **rows, **where, origin=state[1], stream=DRAFT)
             for method, draft in product(SERVED if aligned else SERVED[:1], (None, proposed)):
                 yield f"verify, {method}", partial(verify, target, drafts, draft, **rows, **where, method=method)
+            if aligned and not filtered:
+                begins = width * torch.arange(batch + 2, dtype=torch.int32)[slot : slot + batch + 1]
+                packed = torch.empty(batch * width + 2, vocab_size, dtype=torch.bfloat16)
+                for draft in (None, proposed):
+                    yield (
+                        "verify, packed",
+                        partial(verify, packed, drafts, draft, **rows, **where, cu_num_logits=begins),
+                    )
 
 
 def resources(kernel: object, target: GPUTarget) -> dict[str, int]:

@@ -162,7 +162,7 @@ def test_warmup_refuses(wrong: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(("name", "shape"), [("B", (MAX_GRID + 1, 1)), ("W", (1, MAX_GRID + 1))])
 def test_more_rows_than_a_grid_has(name: str, shape: tuple[int, int]) -> None:
     rows = torch.zeros(1, 1, 3)
-    with pytest.raises(ValueError, match=f"{name} must be <= 65,535, got logits of shape"):
-        shape_arguments(rows.expand(*shape, 3), False, False, None, None, batched=False)
-    most = (min(size, MAX_GRID) for size in shape)
-    assert shape_arguments(rows.expand(*most, 3), False, False, None, None, batched=False)["num_rows"] == MAX_GRID
+    with pytest.raises(ValueError, match=f"{name} must be <= 65,535, got 65,536 with logits of shape"):
+        shape_arguments(rows.expand(*shape, 3), shape, False, False, None, None, batched=False)
+    most = [min(size, MAX_GRID) for size in shape]
+    assert shape_arguments(rows.expand(*most, 3), most, False, False, None, None, batched=False)["num_rows"] == MAX_GRID

@@ -104,6 +104,16 @@ def test_full_drafts_read_a_residual_beside(meter: Meter, method: str, more: int
     assert meter.launches == 2
 
 
+def test_packed_rows_are_read_and_no_others(meter: Meter) -> None:
+    case = full_case(32_000) | dict(draft_logits=None, draft_stats=None)
+    case["draft_tokens"][1, 1:] = -1
+    begins = [0, NUM_DRAFTS + 1, NUM_DRAFTS + 3]
+    rows = case["target_logits"].flatten(0, 1)[: begins[-1]]  # behind the last there is nothing to read
+    meter.watch(case["target_logits"])
+    verify(**case | dict(target_logits=rows, cu_num_logits=torch.tensor(begins, dtype=torch.int32)))
+    assert rows.nbytes <= meter.bytes <= 1.05 * rows.nbytes and meter.launches == 1
+
+
 def test_plain_decoding_reads_one_row(meter: Meter) -> None:
     case = verify_case(torch.Generator().manual_seed(1), 2, 0, 32_000, None, torch.bfloat16)
     assert 1 <= measured(meter, case) <= 1.05
