@@ -1,7 +1,7 @@
 """What a user asks for: frozen dataclasses that check themselves."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -101,6 +101,11 @@ class SamplingParams:
             multiplied by it, as in `transformers` (Keskar et al., arXiv 1909.05858); in [0.01, 100]; 1: off. None: what the
             target's generation config says, else 1. Under every verification rule the text keeps the law of these logits.
         logprobs: report, for each new token, the log of the probability that the target gave it.
+        logits_processor: a `LogitsProcessor` or `LogitsProcessorList` of `transformers`, or any function like one: of input_ids
+            [1, T] int64, the text so far, and scores [1, V] float32, the logits with the repetition penalty, to scores [1, V], from
+            which temperature and filters go on; both on the target's device. It must be a function of these two alone, as it is
+            asked about each position that a draft may decide, also of drafts that do not stand. The text keeps the law of what it
+            returns. It is called on the host, row by row; drafters do not know of it.
 
     Raises:
         ValueError: naming the field, the value and the rule.
@@ -117,6 +122,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     repetition_penalty: float | None = None
     logprobs: bool = False
+    logits_processor: Callable[[Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
         t, p, m = self.temperature, self.top_p, self.min_p
@@ -134,6 +140,10 @@ class SamplingParams:
             raise ValueError(f"stop must be one or a list of non-empty strings, got {self.stop!r}")
         check_bool("ignore_eos", self.ignore_eos)
         check_bool("logprobs", self.logprobs)
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise ValueError(
+                f"logits_processor must be callable as a LogitsProcessor of transformers is, or None, got {self.logits_processor!r}"
+            )
         checked |= {"stop": tuple(stop), "stop_token_ids": check_ints("stop_token_ids", self.stop_token_ids, 0)}
         if self.repetition_penalty is not None:
             checked["repetition_penalty"] = check_repetition_penalty("repetition_penalty", self.repetition_penalty)

@@ -72,7 +72,8 @@ def warn_of_not_applied(model: PreTrainedModel) -> None:
     ]
     if found:
         logger.warning(
-            "the target's generation_config.json has settings that generate of transformers applies and this engine does not: %s",
+            "the target's generation_config.json has settings that generate of transformers applies and this engine does not "
+            "(those that have a logits processor can be given as SamplingParams.logits_processor): %s",
             ", ".join(found),
         )
 

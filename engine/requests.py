@@ -40,7 +40,8 @@ class RequestMaker:
         except ValueError as error:  # a rank that was given something else would wait for this one
             self._ranks.require_same(what, str(error))
             raise
-        self._ranks.require_same(what, [(request.prompt, request.params) for request in requests])
+        told = [(request.prompt, replace(request.params, logits_processor=None)) for request in requests]
+        self._ranks.require_same(what, told)  # what processors do, the tokens of every round tell
         for request, seed in zip(requests, self._ranks.agree_on([r.seed for r in requests]), strict=True):
             request.seed = seed
         return requests, single

@@ -11,6 +11,7 @@ from .backend import RowStats, Verdict, verify
 from .drafters.base import Drafter
 from .errors import EngineError
 from .graphs import Graphs
+from .logits_processors import process_logits
 from .metrics import RoundClock
 from .model import RaggedModel
 from .penalty import penalise_repetition
@@ -98,6 +99,8 @@ class Round:
         def work() -> tuple[Verdict, Tensor]:
             return verify_and_commit(self.target, state, proposal, self.verification)
 
+        if state.processors:  # on the host: nothing to capture
+            return work()
         result: tuple[Verdict, Tensor] = self.graphs.run(("verify", state.key, _layout(proposal)), work)
         return result
 
@@ -133,6 +136,8 @@ def verify_and_commit(
     )
     if state.penalised:
         logits = penalise_repetition(logits, state, drafts)
+    if state.processors:
+        logits = process_logits(logits, state, drafts)
     verdict = verify(
         target_logits=logits,
         draft_tokens=drafts,

@@ -221,6 +221,8 @@ class Server:
         begin = time.perf_counter()
         running = dict(sorted(scheduler.running.items()))
         state = self._select(slice(0, self._num_rows(1 + max(running))), list(running.values()), unread)
+        processors = {slot: request.params.logits_processor for slot, request in running.items()}
+        state = replace(state, processors=tuple(each for each in processors.items() if each[1] is not None))
         rows = list(running)
         room = max(request.limit - request.length for request in running.values()) - 1
         if self._round.graphs.enabled:

@@ -46,6 +46,7 @@ class BatchState:
     prompt_lengths: tuple[int, ...] = ()  # of each row, in a drafter's prefill
     filtered: bool = False  # some row uses top-k, top-p or min-p
     penalised: bool = False  # some row has a repetition penalty
+    processors: tuple[tuple[int, Any], ...] = ()  # (row, logits processor) of those that have one; work on the host
     logprobs: bool = False  # some row wants those of its tokens
     all_greedy: bool = True  # every row has temperature 0
     coupled: bool = False  # verification is "coupled": drafts are drawn with the target's own noise
@@ -74,14 +75,14 @@ class BatchState:
         """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64.
 
         `known` are the fields that the host sets: max_text_length, max_limit, prompt_lengths, filtered,
-        penalised, logprobs, all_greedy, coupled and may_end_early.
+        penalised, processors, logprobs, all_greedy, coupled and may_end_early.
         """
         cut: dict[str, Any] = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.type is Tensor}
         return replace(self, **cut, **known, rows=rows)
 
     @property
     def key(self) -> tuple[int, ...]:
-        """All that is not in tensors; work on states of equal keys, cut from one whole, is the same work."""
+        """All that is not in tensors; work on states of equal keys, cut from one whole, is the same work, without processors."""
         rows = (self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else (-1, self.rows.data_ptr())
         flags = self.filtered, self.penalised, self.logprobs, self.all_greedy, self.coupled
         return (*rows, self.max_text_length, *flags)

@@ -54,6 +54,8 @@ def flat_target(vocab_size: int = VOCAB, num_hidden_layers: int = 1) -> PreTrain
 def warpers_of(setting: dict[str, Any]) -> LogitsProcessorList:
     """What transformers makes of these parameters, in its order."""
     warpers = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(setting.get("repetition_penalty", 1.0))])
+    if processor := setting.get("logits_processor"):
+        warpers.append(processor)
     if temperature := setting.get("temperature"):
         warpers.append(TemperatureLogitsWarper(temperature))
         if top_k := setting.get("top_k"):

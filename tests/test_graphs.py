@@ -177,6 +177,26 @@ def test_sampled_tokens_too(penalty: float) -> None:
     assert graphs.replays > 10
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_logits_processor_is_not_captured(late: bool) -> None:
+    """Rounds with one are verified eagerly, and all others as before."""
+    target = tiny("llama")
+    draft = perturbed(target, 0.05)
+    suppress = transformers.SuppressTokensLogitsProcessor(list(range(0, 60, 2)))
+    params = [
+        engine.SamplingParams(max_new_tokens=20 + 20 * (i != 1), logits_processor=suppress if i == 1 else None)
+        for i in range(4)
+    ]
+    expected = engine.load(target, drafter=draft, num_draft_tokens=3).generate(random_prompts(4), params)
+    graphed = engine.load(target, drafter=draft, num_draft_tokens=3)
+    graphs = with_graphs(graphed, late=late)
+    for _ in range(2):
+        actual = graphed.generate(random_prompts(4), params)
+        assert [o.token_ids for o in actual] == [o.token_ids for o in expected]
+    assert all(token % 2 or token >= 60 for token in expected[1].token_ids)
+    assert graphs.replays > 10
+
+
 def test_a_failing_capture_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Replay):
         def record(self, work: Callable[[], Any]) -> Any:
