@@ -3,7 +3,7 @@
 The twin always runs on the CPU. The kernels run in the interpreter there or, where there is a GPU, compiled on it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -152,6 +152,28 @@ def verify_case(
     shorter = torch.rand(batch, 1, generator=generator) < 0.2
     tokens = tokens.masked_fill(shorter & (torch.arange(num_drafts) >= length), -1)
     return dict(target_logits=target, draft_tokens=tokens, draft_logits=None if draft_vocab is None else draft, **rows)
+
+
+def pack(case: Case, counts: Sequence[int], before: int = 2, behind: int = 3) -> Case:
+    """Packed rows of `verify`, so many of each sequence, with NaN before and behind them. `case` is cut to that in place: other rows
+    are -inf throughout there, and have no drafts before them."""
+    numbers = torch.tensor(counts)
+    missing = torch.arange(case["target_logits"].shape[1]) >= numbers[:, None]
+    case["target_logits"].masked_fill_(missing[..., None], -torch.inf)
+    case["draft_tokens"].masked_fill_(missing[:, 1:], -1)
+    begins = torch.cat([numbers.new_zeros(1), numbers.cumsum(dim=0)]).int() + before
+
+    def side_by_side(values: Tensor, poison: float) -> Tensor:
+        room = values.new_full((before + sum(counts) + behind, values.shape[-1]), poison)
+        room[before : len(room) - behind] = values[~missing]
+        return room
+
+    words: dict[str, Tensor] = {}
+    for name, poison in (("logit_bias", torch.nan), ("token_mask", False)):
+        value = case.get(name)
+        if value is not None and value.dim() > 1:
+            words[name] = side_by_side(value, poison) if value.dim() == 3 else value[:, None]
+    return case | words | dict(target_logits=side_by_side(case["target_logits"], torch.nan), cu_num_logits=begins)
 
 
 def random_cases(count: int) -> Iterator[Case]:

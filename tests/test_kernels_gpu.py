@@ -15,6 +15,7 @@ from kernel_cases import (
     check_sample,
     check_verify,
     lay_out,
+    pack,
     random_cases,
     random_filters,
     random_logits,
@@ -61,6 +62,20 @@ def test_every_method_equals_the_twin(method: str, kind: str, vocab_size: int, f
     case = verify_case(generator, 8, 4, vocab_size, vocab_size if kind == "full" else None, torch.bfloat16)
     options = random_filters(generator, 8, vocab_size) | random_words(generator, 8, vocab_size) if filtered else {}
     check_verify(case, device="cuda", **options, method=method, return_logprobs=True)
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
+@pytest.mark.parametrize("kind", ["full", "one-hot"])
+@pytest.mark.parametrize("method", ops.METHODS)
+def test_packed_rows_give_what_padded_ones_do(method: str, kind: str, filtered: bool) -> None:
+    generator, vocab_size = torch.Generator().manual_seed(7), 50_264
+    options = random_filters(generator, 6, vocab_size) | random_words(generator, 6, vocab_size) if filtered else {}
+    draft_vocab = vocab_size if kind == "full" else None
+    case = verify_case(generator, 6, 3, vocab_size, draft_vocab, torch.bfloat16, options) | dict(method=method)
+    rows = pack(case, (4, 1, 0, 3, 4, 2))
+    padded, packed = (ops.verify(**{k: to_device(v, "cuda") for k, v in each.items()}) for each in (case, rows))
+    assert_verdicts_equal(packed, reference.verify(**case))
+    assert all(torch.equal(one, other) for one, other in zip(packed[:3], padded[:3], strict=True))
 
 
 @pytest.mark.parametrize("vocab_size", [32_000, 151_936])

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE, DTYPES, Case, assert_verdicts_equal, random_options, to_device, verify_case
-from torch import Tensor
+from kernel_cases import DEVICE, DTYPES, Case, assert_verdicts_equal, pack, random_options, to_device, verify_case
 
 from engine.kernels import ops, reference
 from engine.kernels.ops import METHODS
@@ -22,25 +21,8 @@ COUNTS = (4, 1, 0, 3, 4, 2)  # rows of each sequence
 BATCH, WIDTH = len(COUNTS), max(COUNTS)
 
 
-def packed(case: Case, before: int = 2, behind: int = 3) -> Case:
-    """The same rows side by side, with NaN before and behind them, and nothing of what a sequence has not; `case` is cut to that."""
-    counts = torch.tensor(COUNTS)
-    missing = torch.arange(WIDTH) >= counts[:, None]
-    case["target_logits"].masked_fill_(missing[..., None], -torch.inf)
-    case["draft_tokens"].masked_fill_(missing[:, 1:], -1)
-    cu = torch.cat([counts.new_zeros(1), counts.cumsum(dim=0)]).int() + before
-
-    def side_by_side(values: Tensor, poison: float) -> Tensor:
-        room = values.new_full((before + int(counts.sum()) + behind, values.shape[-1]), poison)
-        room[before : room.shape[0] - behind] = values[~missing]
-        return room
-
-    words: dict[str, Tensor] = {}
-    for name, poison in (("logit_bias", torch.nan), ("token_mask", False)):
-        value = case.get(name)
-        if value is not None and value.dim() > 1:
-            words[name] = side_by_side(value, poison) if value.dim() == 3 else value[:, None]
-    return case | words | dict(target_logits=side_by_side(case["target_logits"], torch.nan), cu_num_logits=cu)
+def packed(case: Case) -> Case:
+    return pack(case, COUNTS)
 
 
 def case_of(option: str, kind: str, seed: int, dtype: torch.dtype = torch.float32, vocab_size: int = 1_100) -> Case:
