@@ -172,7 +172,7 @@ class AdaptiveLength(FixedLength):
             self._offered[row] = drafts[row][:count], bins
             chances.append(self._by_confidence.chances(row, bins))
         lengths = self._best(rows, chances, with_drafting=False)
-        if self._skips_padding:
+        if self._skips_padding and len(rows) > 1:
             proposal = _cut(proposal, dict(zip(rows, lengths, strict=True)))
         return Proposal(proposal.tokens[:, : max(lengths)])
 
