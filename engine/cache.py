@@ -199,9 +199,13 @@ class RaggedCache(Cache):
                 layer.values[slot].masked_fill_(stale, 0)
 
     @torch.inference_mode()
-    def begin_rows(self, rows: slice | Tensor) -> None:
-        """New rows take these slots, in which the last ones may have left NaN (see `clear`), if attention goes by a mask."""
+    def begin_rows(self, rows: slice | Tensor, end: int | None = None) -> None:
+        """New rows take these slots, in which the last ones may have left NaN (see `clear`), if attention goes by a mask.
+
+        Args:
+            end: they may have so before this position only; None: anywhere.
+        """
         for layer in self.ragged_layers if not self.whole_buffers else ():
             if layer.is_initialized:
-                layer.keys[rows] = 0
-                layer.values[rows] = 0
+                layer.keys[rows, :, :end] = 0
+                layer.values[rows, :, :end] = 0

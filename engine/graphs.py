@@ -7,6 +7,7 @@ they lie, Python numbers are part of the key.
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
@@ -21,6 +22,7 @@ from .errors import EngineError
 logger = logging.getLogger(__name__)
 _all: "WeakSet[Graphs]" = WeakSet()
 _FEWEST = 2  # graphs that there must be memory for: of the halves of a round
+_one_at_a_time = threading.Lock()  # of all threads' captures, which share a stream and the kernels' counters
 _failed: list[Any] = []  # CUDA graphs; torch's allocators go on asking them which memory is theirs, so they must live
 
 
@@ -63,7 +65,10 @@ class CudaCapture:
         before = torch.cuda.current_stream(self._stream.device)
         try:
             # Thread-local: other threads of the process may use CUDA meanwhile.
-            with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            graph = torch.cuda.graph(
+                self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            )
+            with _one_at_a_time, graph:
                 return work()
         except BaseException:  # a capture that cannot be ended leaves its stream current, and memory going to its pool
             torch.cuda.set_stream(before)
@@ -78,7 +83,7 @@ class CudaCapture:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all engines: cuBLAS keeps tens of megabytes for each stream for good, and captures do not overlap anyway."""
+    """One for all engines: cuBLAS keeps tens of megabytes for each stream for good, and captures do not overlap."""
     return torch.cuda.Stream(device)
 
 
@@ -154,8 +159,9 @@ class Graphs:
             return work()
         self.set_up += 1
         if key not in self._seen:
-            self._seen.add(key)
-            return work()
+            result = work()
+            self._seen.add(key)  # not of work that failed halfway: the rest would be set up while capturing
+            return result
         if not self._captured:
             self._pool = self._make_pool()  # with its last graph, torch has given up the one before
         if (captured := self._capture(work)) is None:

@@ -35,6 +35,7 @@ class Launched:
     arrived: torch.cuda.Event | None
     requests: dict[int, Request]  # by slot
     asked: int  # drafts
+    without_drafts: frozenset[int]  # slots for which they did not count
     begin: float
     usual: bool  # took no longer for having set something up, or captured it
     spans: Callable[[], list[float]]  # draft and verify seconds, once the result has arrived
@@ -64,6 +65,8 @@ class Server:
         self._device = state.tokens.device
         self._eos_token_ids, self._stats, self._late, self._ranks = eos_token_ids, stats, late, ranks
         self._warned = False  # of draft logits that are no distribution
+        # Slots and their positions where drafts, or texts that were not read to their end, may have left NaN in the K/V.
+        self._unclean: dict[int, int] = {}
         self._reserved = 0  # length of the rows that there is room for everywhere
         self._since = 0.0  # when the step under way began
 
@@ -86,6 +89,8 @@ class Server:
                 self._stats.total_seconds = self._seconds()
                 yield from ended
         finally:
+            for request in (*scheduler.running.values(), *scheduler.prefilling.values()):
+                self._unclean[request.slot] = request.limit
             self._state.limits.zero_()
 
     def _seconds(self) -> float:
@@ -134,7 +139,11 @@ class Server:
         """Put requests into their slots, not yet active."""
         if not requests:
             return
-        slots = torch.tensor([request.slot for request in requests], device=self._state.tokens.device)
+        taken = [request.slot for request in requests]
+        slots = torch.tensor(taken, device=self._state.tokens.device)
+        for slot in taken:
+            if end := self._unclean.pop(slot, 0):
+                self._round.target.cache.begin_rows(slice(slot, slot + 1), end)
         longest = max(request.length for request in requests)
         padded = [request.prompt + [0] * (longest - len(request.prompt)) for request in requests]
         self._state.tokens[slots, :longest] = torch.tensor(padded, device=slots.device)
@@ -238,7 +247,9 @@ class Server:
             if self._late:  # the next round may write over it
                 packed, arrived = _sent_to_host(packed)
         usual = self._round.graphs.set_up == set_up
-        return Launched(packed, state.logprobs, arrived, running, asked, begin, usual, self._round.clock.take())
+        without_drafts = frozenset(slot for slot, request in running.items() if request.without_drafts)
+        spans = self._round.clock.take()
+        return Launched(packed, state.logprobs, arrived, running, asked, without_drafts, begin, usual, spans)
 
     def _ends_early(self, state: BatchState) -> bool:
         """Whether the drafter stops by itself where drafting on would not pay, and what it drafts can be cut after it."""
@@ -265,7 +276,7 @@ class Server:
         told = draft_seconds, other_seconds, float(launched.usual)
         of_rows = [results[request.slot] for request in going]
         drafting, other, usual = self._ranks.end_round([result._replace(logprobs=None) for result in of_rows], told)
-        news = [self._collect(*each, launched.asked) for each in zip(going, of_rows, strict=True)]
+        news = [self._collect(*each, launched) for each in zip(going, of_rows, strict=True)]
         if self._round.target.skips_padding:
             size = sum(result.num_proposed for result in of_rows)
         else:
@@ -278,29 +289,34 @@ class Server:
                 request.stats.total_seconds = self._seconds() - request.started
                 scheduler.release(request)
                 self._state.limits[request.slot] = 0
+                if (
+                    self._late or request.stats.draft_tokens > request.stats.accepted_tokens
+                ):  # late: the next round is under way
+                    self._unclean[request.slot] = request.limit
             yield request, new
 
-    def _collect(self, request: Request, result: RowResult, asked: int) -> int:
+    def _collect(self, request: Request, result: RowResult, launched: Launched) -> int:
         """Append a round's tokens to a request, up to the one that ends it; returns how many."""
         tokens, accepted, proposed, status, logprobs = result
         new_tokens = tokens[: accepted + 1]
         if status & _FATAL:
             slot, cache = request.slot, self._round.target.cache
-            if not proposed:
+            if self._round.drafter is None or slot in launched.without_drafts:
                 cache.clear(slot, torch.zeros_like(self._state.seq_lens[slot]))
                 request.error = (
                     f"the target returned logits that are no distribution ({Status(status).name}) for "
                     f"prompts[{request.index}] at position {request.length}"
                 )
                 return 0
-            # Attention weighs the drafts behind a token with 0, but 0 * NaN is NaN: what a draft gives may have spoilt it.
+            # Attention weighs the drafts behind a token with 0, but 0 * NaN is NaN: what a draft gives may have spoilt it, also one
+            # of an earlier round, or one that was not verified.
             cache.clear(slot, self._state.seq_lens[slot])
-            self._state.without_drafts[slot] = True
+            self._state.without_drafts[slot] = request.without_drafts = True
             new_tokens = tokens[:accepted]
         if status & _INVALID_DRAFT and not self._warned:
             self._warned = True
             logger.warning("the drafter returned logits that are no distribution; its drafts are ignored there")
-        self._lengths.observe(request.slot, new_tokens, accepted, proposed, asked)
+        self._lengths.observe(request.slot, new_tokens, accepted, proposed, launched.asked)
         before = len(request.token_ids)
         for column, token in enumerate(new_tokens):
             self._append(request, token, drafted=column < accepted)

@@ -1,7 +1,7 @@
 """Memory that the kernels use between their programs: counters of arrivals, and scratch.
 
-Both are allocated once per device and stream, for the largest call so far, and are the stream's own: calls on one stream
-follow each other, calls on two streams do not share memory. The kernels leave every counter at 0, so nothing is cleared
+Both are allocated once per thread, device and stream, for the largest call so far: calls of one thread on one stream follow each
+other, launches of two threads on one stream may alternate, calls on two streams overlap. The kernels leave every counter at 0, so nothing is cleared
 between calls.
 
 While a CUDA graph is captured, memory must be the graph's own: the scratch comes from its pool, and the counters from a
@@ -9,12 +9,14 @@ pool of zeros that was allocated before and is never handed out twice (`reserve`
 captures many graphs, before each). Where that is used up, the graph clears its counters itself, with one more node.
 """
 
+import threading
+
 import torch
 from torch import Tensor
 
 RESERVED_COUNTERS = 1 << 18  # 1 MiB per device
 
-_stream_memory: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+_mine = threading.local()
 _reserved: dict[torch.device, Tensor] = {}  # what is left of the newest pool
 _pools: list[Tensor] = []  # all that there ever were: graphs know their counters by address alone
 
@@ -25,13 +27,20 @@ def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple
         zeros = _captured_counters(device, num_counters)
         return zeros, torch.empty(num_floats, dtype=torch.float32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    counters, scratch = _stream_memory.get((device, stream), (None, None))
+    memory = stream_memory()
+    counters, scratch = memory.get((device, stream), (None, None))
     if counters is None or counters.numel() < num_counters:
         counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
     if scratch is None or scratch.numel() < num_floats:
         scratch = torch.empty(num_floats, dtype=torch.float32, device=device)
-    _stream_memory[device, stream] = counters, scratch
+    memory[device, stream] = counters, scratch
     return counters, scratch
+
+
+def stream_memory() -> dict[tuple[torch.device, int], tuple[Tensor, Tensor]]:
+    """This thread's counters and scratch, by device and stream; they go when the thread ends."""
+    memory: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = vars(_mine).setdefault("memory", {})
+    return memory
 
 
 def _capturing(device: torch.device) -> bool:

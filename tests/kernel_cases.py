@@ -214,7 +214,7 @@ def assert_verdicts_equal(actual: Verdict, expected: Verdict) -> None:
 
 def assert_counters_are_clear() -> None:
     """Every launch leaves the counters of arrivals at 0; the next one on the stream, or of the graph, counts from there."""
-    assert not any(counters.any() for counters, _ in workspace._stream_memory.values())
+    assert not any(counters.any() for counters, _ in workspace.stream_memory().values())
 
 
 def assert_independent(call: Callable[..., Any], case: dict[str, Tensor]) -> None:

@@ -65,7 +65,7 @@ def forget() -> None:
     graphs._capture_stream.cache_clear()
     graphs._failed.clear()
     ngram._chances_on.cache_clear()
-    workspace._stream_memory.clear()
+    workspace.stream_memory().clear()
     workspace._reserved.clear()
     workspace._pools.clear()
     gc.collect()

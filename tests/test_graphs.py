@@ -197,6 +197,23 @@ def test_a_logits_processor_is_not_captured(late: bool) -> None:
     assert graphs.replays > 10
 
 
+def test_work_that_failed_is_done_eagerly_again() -> None:
+    """What the first call of its kind sets up is not to be set up in a capture."""
+    graphs, calls = CountedGraphs(lambda pool: Replay()), 0
+
+    def work() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyboardInterrupt
+        return torch.tensor(calls)
+
+    with pytest.raises(KeyboardInterrupt):
+        graphs.run("key", work)
+    assert graphs.run("key", work) == 2 and not len(graphs)
+    assert graphs.run("key", work) >= 3 and len(graphs) == 1
+
+
 def test_a_failing_capture_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Replay):
         def record(self, work: Callable[[], Any]) -> Any:

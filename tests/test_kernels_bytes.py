@@ -204,7 +204,8 @@ def test_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         allocated.append(tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr("engine.kernels.workspace._stream_memory", {})
+    memory: dict[Any, Any] = {}
+    monkeypatch.setattr("engine.kernels.workspace.stream_memory", lambda: memory)
     monkeypatch.setattr(torch, "empty", counted)
     batch, vocab_size = 1, 151_936
     case = verify_case(torch.Generator().manual_seed(1), batch, 1, vocab_size, None, torch.bfloat16)

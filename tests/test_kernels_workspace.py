@@ -4,6 +4,7 @@ That every counter is 0 again after a launch is asserted by kernel_cases.py, aft
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 @pytest.fixture
 def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace, "_stream_memory", {})
+    memory: dict[Any, Any] = {}
+    monkeypatch.setattr(workspace, "stream_memory", lambda: memory)
 
 
 @pytest.fixture
@@ -115,6 +117,14 @@ def pool(monkeypatch: pytest.MonkeyPatch, own_memory: None) -> Tensor:
     return counters
 
 
+def test_threads_share_no_memory() -> None:
+    """Of a kernel in two launches, another thread's may come in between."""
+    mine = [workspace.workspace(CPU, 3, 5) for _ in range(2)]
+    with ThreadPoolExecutor(1) as executor:
+        others = executor.submit(workspace.workspace, CPU, 3, 5).result()
+    assert all(mine[0][i].data_ptr() == mine[1][i].data_ptr() != others[i].data_ptr() for i in range(2))
+
+
 def test_graphs_share_no_counters(pool: Tensor) -> None:
     """Each call gets reserved ones of its own, on 128 bytes of their own, and zeros of its own when they are used up."""
     parts = [workspace.workspace(pool.device, count, 7) for count in (5, 33, 2)]
@@ -123,7 +133,7 @@ def test_graphs_share_no_counters(pool: Tensor) -> None:
     assert [counters.numel() for counters, _ in parts] == [5, 33, 2]
     assert not any(counters.any() for counters, _ in parts)
     assert len({scratch.data_ptr() for _, scratch in parts}) == 3
-    assert not workspace._stream_memory  # which other graphs and calls on the stream use
+    assert not workspace.stream_memory()  # which other graphs and calls on the stream use
 
 
 def test_without_a_reserve_a_graph_has_zeros_of_its_own(pool: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,105 @@ class Spoiling:
         pass
 
 
+def test_a_prompt_is_not_read_where_an_interrupted_one_left_nan() -> None:
+    llm = engine.load(spoiled(), None, max_batch_size=1)
+    params = engine.SamplingParams(max_new_tokens=8)
+    expected = llm.generate(GOOD, params).token_ids
+
+    def interrupt(*_: Any) -> None:
+        hook.remove()
+        raise KeyboardInterrupt
+
+    hook = llm.target_model.lm_head.register_forward_pre_hook(interrupt)  # in the round behind the prompt
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([BAD, *GOOD * 8], params)
+    assert llm.generate(GOOD, params).token_ids == expected
+
+
+def test_the_targets_own_layers_draft_what_it_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write the drafts' K/V into the target's cache, and no longer where drafts do not count."""
+    target = spoiled()
+    params = engine.SamplingParams(max_new_tokens=30)
+    plain = engine.load(target, None).generate(GOOD, params).token_ids
+    drafter = engine.LayerSkipDrafter(1, greedy=True)
+    llm = engine.load(target, drafter, 3)
+    propose = drafter.propose
+
+    def misled(state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        bad = torch.tensor(BAD)
+        hook = target.lm_head.register_forward_hook(lambda module, inputs, output: output.index_fill(-1, bad, 99))
+        try:
+            return propose(state, num_draft_tokens)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(drafter, "propose", misled)
+    output = llm.generate(GOOD, params)
+    assert output.token_ids == plain and output.stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_draft_that_another_call_reads(ends: bool) -> None:
+    """More than 7 drafts take several calls when exact: the first ones do not notice what the last one reads. It is the row's next
+    round that does, or the next text in its slot."""
+    plain = engine.load(spoiled(), None, exact=True, max_batch_size=1)
+    params, other = engine.SamplingParams(max_new_tokens=24), [4, *GOOD]
+    text = GOOD + plain.generate(GOOD, params).token_ids
+    drafts = text[6:15]
+    drafts[2] = text[8] - 1 if text[8] else 1  # which is rejected
+    llm = engine.load(spoiled(), Planned({6: [*drafts, BAD]}), 12, exact=True, max_batch_size=1)
+    until = engine.SamplingParams(max_new_tokens=24, stop_token_ids=[text[8]]) if ends else params
+    output = llm.generate(GOOD, until)
+    assert output.stats.draft_tokens == 10 and output.token_ids == text[5 : 9 if ends else None]
+    assert llm.generate(other, params).token_ids == plain.generate(other, params).token_ids
+
+
+class Planned:
+    """Drafts what a plan says, by the position that the first draft is for."""
+
+    def __init__(self, plan: dict[int, list[int]]) -> None:
+        self.plan = plan
+
+    def prefill(self, state: engine.BatchState) -> None:
+        pass
+
+    def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+        rows = [self.plan.get(position, []) for position in state.position.tolist()]
+        return engine.Proposal(torch.tensor([(row + [-1] * num_draft_tokens)[:num_draft_tokens] for row in rows]))
+
+    def observe(self, state: engine.BatchState, verdict: Verdict) -> None:
+        pass
+
+
+def read_late(llm: engine.Engine) -> engine.Engine:
+    """As on a GPU: a round's result, when the next one is under way."""
+    llm._server._late = True
+    return llm
+
+
+def test_a_round_under_way_reads_what_a_draft_left() -> None:
+    """One without drafts of its own, behind one whose draft was bad."""
+    params = engine.SamplingParams(max_new_tokens=24)
+    plain = engine.load(spoiled(), None, max_batch_size=1).generate(GOOD, params).token_ids
+    text = GOOD + plain
+    plan = {at: [text[at], BAD] for at in (8, 15)} | {at: [BAD] for at in (20, 25)}
+    llm = read_late(engine.load(spoiled(), Planned(plan), 3, max_batch_size=1))
+    output = llm.generate(GOOD, params)
+    assert output.token_ids == plain and 0 < output.stats.draft_tokens
+
+
+def test_a_round_under_way_leaves_a_slot_that_is_made_clean() -> None:
+    """A row ends, and the next round, whose result nobody reads, has written a bad draft behind it."""
+    params = engine.SamplingParams(max_new_tokens=24)
+    llm = engine.load(spoiled(), None, max_batch_size=1)
+    text = GOOD + llm.generate(GOOD, params).token_ids
+    end = next(at for at in range(len(GOOD) + 4, len(text)) if text[at] not in text[:at])
+    both = [engine.SamplingParams(max_new_tokens=24, stop_token_ids=[text[end]]), params]
+    expected = [output.token_ids for output in llm.generate([GOOD, [9, 8]], both)]
+    llm = read_late(engine.load(spoiled(), Planned({end + 1: [text[end + 1], BAD]}), 3, max_batch_size=1))
+    assert [output.token_ids for output in llm.generate([GOOD, [9, 8]], both)] == expected
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_draft_that_cannot_be_read_costs_drafts_and_no_text(rule: str, exact: bool) -> None:

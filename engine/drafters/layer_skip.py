@@ -95,7 +95,7 @@ class LayerSkipDrafter:
         with self._decoder.only(self.layers):
             for step in range(num_draft_tokens):
                 start = state.seq_lens + step
-                inside = (start + 1 < state.limits).long()
+                inside = ((start + 1 < state.limits) & ~state.without_drafts).long()
                 length = state.max_text_length + step
                 logits = self.target.call(tokens.clamp(min=0), start, inside, state.rows, length, keep_hidden=False)
                 logits = penalise_drafter(logits, state, [drawn.tokens for drawn in steps])
