@@ -189,15 +189,16 @@ class AttentionSwitch:
     @contextmanager
     def on(self) -> Iterator[None]:
         """While this is entered, the model attends our way."""
-        _calls.caches.append(self._cache)
-        for config, _ in self._own:
-            config._attn_implementation_internal = self._name
-        try:
+        caches, depth = _calls.caches, len(_calls.caches)
+        try:  # Ctrl-C may come anywhere, and most likely in a method of Python: a config's own for setting an attribute is one
+            caches.append(self._cache)
+            for config, _ in self._own:
+                vars(config)["_attn_implementation_internal"] = self._name
             yield
         finally:
             for config, own in self._own:
-                config._attn_implementation_internal = own
-            _calls.caches.pop()
+                vars(config)["_attn_implementation_internal"] = own
+            del caches[depth:]
 
 
 def _implementation(config: Any) -> str | None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -147,6 +149,9 @@ class RaggedCache(Cache):
         self.num_slots, self.granularity, self.capacity = num_slots, granularity, 0
         self.plan: CallPlan  # set by plan_call
         self.whole_buffers = False  # attention reads the buffers itself
+        self._reached = np.zeros(
+            num_slots, dtype=np.int64
+        )  # of each slot: no call has reached further since it was taken
         self.ragged_layers = [RaggedLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.ragged_layers))
 
@@ -186,6 +191,8 @@ class RaggedCache(Cache):
         elif taken is not None:
             runs = _runs(num_valid.tolist())
             slots, write_at = slots[taken // valid.shape[1]], write_at.flatten()[taken, None]
+        if (index := _on_host(rows, valid.device)) is not None:
+            self._reached[index] = np.maximum(self._reached[index], kv_length)
         start = positions[:, 0].contiguous()  # the kernels need it so, and would copy it in every layer
         self.plan = CallPlan(rows, slots[:, None], start, num_valid, write_at, runs, span, kv_length)
 
@@ -199,13 +206,22 @@ class RaggedCache(Cache):
                 layer.values[slot].masked_fill_(stale, 0)
 
     @torch.inference_mode()
-    def begin_rows(self, rows: slice | Tensor, end: int | None = None) -> None:
-        """New rows take these slots, in which the last ones may have left NaN (see `clear`), if attention goes by a mask.
+    def begin_rows(self, rows: slice | Tensor) -> None:
+        """New rows take these slots, in which the last ones may have left NaN (see `clear`), if attention goes by a mask."""
+        layers = [layer for layer in self.ragged_layers if layer.is_initialized and not self.whole_buffers]
+        if not layers:
+            return
+        end = None
+        if (index := _on_host(rows, layers[0].keys.device)) is not None:
+            end = int(self._reached[index].max(initial=0))
+            self._reached[index] = 0
+        for layer in layers:
+            layer.keys[rows, :, :end] = 0
+            layer.values[rows, :, :end] = 0
 
-        Args:
-            end: they may have so before this position only; None: anywhere.
-        """
-        for layer in self.ragged_layers if not self.whole_buffers else ():
-            if layer.is_initialized:
-                layer.keys[rows, :, :end] = 0
-                layer.values[rows, :, :end] = 0
+
+def _on_host(rows: slice | Tensor, device: torch.device) -> slice | npt.NDArray[np.int64] | None:
+    """An index of slots for numpy; None where they are on an accelerator, whose replayed calls nobody here sees."""
+    if device.type != "cpu":
+        return None
+    return rows if isinstance(rows, slice) else rows.numpy()

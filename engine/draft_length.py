@@ -53,8 +53,13 @@ class FixedLength:
         """All numbers that `choose` may return where there is room."""
         return [self.num_draft_tokens]
 
-    def trim(self, proposal: Proposal, rows: Sequence[int]) -> Proposal:
-        """The part of a proposal that is worth verifying, looking at it, which is free on a CPU only."""
+    def trim(self, proposal: Proposal, rows: Sequence[int], first: int = 0) -> Proposal:
+        """The part of a proposal that is worth verifying, looking at it, which is free on a CPU only.
+
+        Args:
+            rows: the slots that run.
+            first: the slot of the proposal's first row.
+        """
         if proposal.logits is not None:
             return proposal
         # A call costs about 2% more for each column, so none that is empty in all rows.
@@ -156,24 +161,25 @@ class AdaptiveLength(FixedLength):
         self._patience = min(2 * self._patience, _PROBE_AFTER[1])
         return min(self.choices - {0})
 
-    def trim(self, proposal: Proposal, rows: Sequence[int]) -> Proposal:
+    def trim(self, proposal: Proposal, rows: Sequence[int], first: int = 0) -> Proposal:
         self._offered = {}
         if proposal.confidence is None or proposal.logits is not None:
             if self._most:
-                proposal = _cut(proposal, self._most)
+                proposal = _cut(proposal, self._most, first)
             return super().trim(proposal, rows)
         self._most = {}
         self._judged_by_confidence = True
         drafts, confidence = proposal.tokens.tolist(), proposal.confidence.tolist()
         chances = []
         for row in rows:
-            count = next((i for i, token in enumerate(drafts[row]) if token < 0), len(drafts[row]))
-            bins = [int(sure * NUM_BINS) for sure in confidence[row][:count]]
-            self._offered[row] = drafts[row][:count], bins
+            offered, sure_of = drafts[row - first], confidence[row - first]
+            count = next((i for i, token in enumerate(offered) if token < 0), len(offered))
+            bins = [int(sure * NUM_BINS) for sure in sure_of[:count]]
+            self._offered[row] = offered[:count], bins
             chances.append(self._by_confidence.chances(row, bins))
         lengths = self._best(rows, chances, with_drafting=False)
         if self._skips_padding and len(rows) > 1:
-            proposal = _cut(proposal, dict(zip(rows, lengths, strict=True)))
+            proposal = _cut(proposal, dict(zip(rows, lengths, strict=True)), first)
         return Proposal(proposal.tokens[:, : max(lengths)])
 
     def begin(self, row: int) -> None:
@@ -278,9 +284,9 @@ class AdaptiveLength(FixedLength):
         return not draft or not verify or draft.at(self.num_draft_tokens) < 0.05 * verify.at(0)
 
 
-def _cut(proposal: Proposal, most: Mapping[int, int]) -> Proposal:
-    """Without the drafts of a row that are more than this."""
+def _cut(proposal: Proposal, most: Mapping[int, int], first: int) -> Proposal:
+    """Without the drafts of a slot that are more than this; `first` is that of the first row."""
     lengths = torch.zeros(len(proposal.tokens), 1, dtype=torch.int64)
-    lengths[list(most), 0] = torch.tensor(list(most.values()))
+    lengths[[slot - first for slot in most], 0] = torch.tensor(list(most.values()))
     column = torch.arange(proposal.tokens.shape[1])
     return proposal._replace(tokens=proposal.tokens.where(column < lengths, -1))

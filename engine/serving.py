@@ -34,6 +34,7 @@ class Launched:
     with_logprobs: bool
     arrived: torch.cuda.Event | None
     requests: dict[int, Request]  # by slot
+    first: int  # the slot of its first row
     asked: int  # drafts
     without_drafts: frozenset[int]  # slots for which they did not count
     begin: float
@@ -65,8 +66,9 @@ class Server:
         self._device = state.tokens.device
         self._eos_token_ids, self._stats, self._late, self._ranks = eos_token_ids, stats, late, ranks
         self._warned = False  # of draft logits that are no distribution
-        # Slots and their positions where drafts, or texts that were not read to their end, may have left NaN in the K/V.
-        self._unclean: dict[int, int] = {}
+        self._unclean: set[int] = (
+            set()
+        )  # slots in whose K/V drafts, or texts that were not read to their end, may have left NaN
         self._reserved = 0  # length of the rows that there is room for everywhere
         self._since = 0.0  # when the step under way began
 
@@ -89,8 +91,7 @@ class Server:
                 self._stats.total_seconds = self._seconds()
                 yield from ended
         finally:
-            for request in (*scheduler.running.values(), *scheduler.prefilling.values()):
-                self._unclean[request.slot] = request.limit
+            self._unclean |= scheduler.running.keys() | scheduler.prefilling.keys()
             self._state.limits.zero_()
 
     def _seconds(self) -> float:
@@ -122,6 +123,8 @@ class Server:
             return
         self._round.graphs.clear()
         cache = self._round.target.cache
+        if cache.capacity:  # growing copies, so not each time a little
+            length = min(max(length, cache.capacity * 5 // 4), self._state.tokens.shape[1] - 1)
         cache.reserve(length)
         if (reserve := getattr(self._round.drafter, "reserve", None)) is not None:
             reserve(cache.capacity)  # grows when the target's does, and not in between
@@ -141,9 +144,9 @@ class Server:
             return
         taken = [request.slot for request in requests]
         slots = torch.tensor(taken, device=self._state.tokens.device)
-        for slot in taken:
-            if end := self._unclean.pop(slot, 0):
-                self._round.target.cache.begin_rows(slice(slot, slot + 1), end)
+        for slot in self._unclean.intersection(taken):
+            self._round.target.cache.begin_rows(slice(slot, slot + 1))
+            self._unclean.remove(slot)
         longest = max(request.length for request in requests)
         padded = [request.prompt + [0] * (longest - len(request.prompt)) for request in requests]
         self._state.tokens[slots, :longest] = torch.tensor(padded, device=slots.device)
@@ -229,8 +232,10 @@ class Server:
         """Start a round of all running rows."""
         begin = time.perf_counter()
         running = dict(sorted(scheduler.running.items()))
-        state = self._select(slice(0, self._num_rows(1 + max(running))), list(running.values()), unread)
-        processors = {slot: request.params.logits_processor for slot, request in running.items()}
+        # Rows that have ended cost nothing before those that run, and little between them, but where all calls have one shape.
+        first = 0 if self._round.graphs.enabled or self._round.target.exact else min(running)
+        state = self._select(slice(first, self._num_rows(1 + max(running))), list(running.values()), unread)
+        processors = {slot - first: request.params.logits_processor for slot, request in running.items()}
         state = replace(state, processors=tuple(each for each in processors.items() if each[1] is not None))
         rows = list(running)
         room = max(request.limit - request.length for request in running.values()) - 1
@@ -242,14 +247,14 @@ class Server:
             asked = self._lengths.choose(rows, room, self._ends_early(state), remaining)
         set_up = self._round.graphs.set_up
         with torch.inference_mode():
-            packed = self._round.run(state, asked, self._trim(rows))
+            packed = self._round.run(state, asked, self._trim(rows, first))
             arrived = None
             if self._late:  # the next round may write over it
                 packed, arrived = _sent_to_host(packed)
         usual = self._round.graphs.set_up == set_up
         without_drafts = frozenset(slot for slot, request in running.items() if request.without_drafts)
         spans = self._round.clock.take()
-        return Launched(packed, state.logprobs, arrived, running, asked, without_drafts, begin, usual, spans)
+        return Launched(packed, state.logprobs, arrived, running, first, asked, without_drafts, begin, usual, spans)
 
     def _ends_early(self, state: BatchState) -> bool:
         """Whether the drafter stops by itself where drafting on would not pay, and what it drafts can be cut after it."""
@@ -258,11 +263,11 @@ class Server:
             ends_early is not None and state.all_greedy and not self._round.graphs.enabled and bool(ends_early(state))
         )
 
-    def _trim(self, rows: list[int]) -> Callable[[Proposal], Proposal]:
-        """What cuts proposals: nothing where looking at them means waiting, or where shapes are captured."""
+    def _trim(self, rows: list[int], first: int) -> Callable[[Proposal], Proposal]:
+        """What cuts proposals of rows from slot `first` on: nothing where looking at them means waiting, or where shapes are captured."""
         if self._round.graphs.enabled or self._state.tokens.device.type != "cpu":
             return lambda proposal: proposal
-        return lambda proposal: self._lengths.trim(proposal, rows)
+        return lambda proposal: self._lengths.trim(proposal, rows, first)
 
     def _read(self, launched: Launched, scheduler: Scheduler) -> Iterator[tuple[Request, int]]:
         """Give a round's tokens to its requests."""
@@ -274,7 +279,7 @@ class Server:
         # Some may have ended in the round before, which had not been read when this one began.
         going = [request for request in launched.requests.values() if not request.ended]
         told = draft_seconds, other_seconds, float(launched.usual)
-        of_rows = [results[request.slot] for request in going]
+        of_rows = [results[request.slot - launched.first] for request in going]
         drafting, other, usual = self._ranks.end_round([result._replace(logprobs=None) for result in of_rows], told)
         news = [self._collect(*each, launched) for each in zip(going, of_rows, strict=True)]
         if self._round.target.skips_padding:
@@ -292,7 +297,7 @@ class Server:
                 if (
                     self._late or request.stats.draft_tokens > request.stats.accepted_tokens
                 ):  # late: the next round is under way
-                    self._unclean[request.slot] = request.limit
+                    self._unclean.add(request.slot)
             yield request, new
 
     def _collect(self, request: Request, result: RowResult, launched: Launched) -> int:

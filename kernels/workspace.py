@@ -18,6 +18,7 @@ RESERVED_COUNTERS = 1 << 18  # 1 MiB per device
 
 _mine = threading.local()
 _reserved: dict[torch.device, Tensor] = {}  # what is left of the newest pool
+_taking = threading.Lock()  # from the pools, which all threads share
 _pools: list[Tensor] = []  # all that there ever were: graphs know their counters by address alone
 
 
@@ -52,17 +53,21 @@ def _capturing(device: torch.device) -> bool:
 
 def reserve(device: torch.device) -> None:
     """Allocate the counters that captured graphs take theirs from, if there are not many."""
-    if device.type == "cuda" and (device not in _reserved or _reserved[device].numel() < RESERVED_COUNTERS // 4):
-        _reserved[device] = torch.zeros(RESERVED_COUNTERS, dtype=torch.int32, device=device)
-        _pools.append(_reserved[device])
+    if device.type != "cuda":
+        return
+    with _taking:
+        if device not in _reserved or _reserved[device].numel() < RESERVED_COUNTERS // 4:
+            _reserved[device] = torch.zeros(RESERVED_COUNTERS, dtype=torch.int32, device=device)
+            _pools.append(_reserved[device])
 
 
 def _captured_counters(device: torch.device, count: int) -> Tensor:
-    pool = _reserved.get(device)
-    if pool is None or pool.numel() < _aligned(count):
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    _reserved[device] = pool[_aligned(count) :]
-    return pool[:count]
+    with _taking:
+        pool = _reserved.get(device)
+        if pool is not None and pool.numel() >= _aligned(count):
+            _reserved[device] = pool[_aligned(count) :]
+            return pool[:count]
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _aligned(count: int) -> int:

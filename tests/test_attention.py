@@ -1,5 +1,6 @@
 """Attention on a CPU: grouped queries and prefill in parts give what repeated K/V under the whole mask give."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,3 +85,25 @@ def test_long_prompts(kind: str) -> None:
         prompts, engine.SamplingParams(max_new_tokens=12)
     )
     assert [o.token_ids for o in outputs] == [greedy(target, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupted_call_leaves_a_live_model_as_it_was(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes in Python code: while attention is switched, such as a config's own method for setting an attribute, or behind."""
+    target = tiny("llama", dtype=torch.float32)
+    llm = engine.load(target, "ngram", max_batch_size=2)
+    own, calls = target.config._attn_implementation_internal, 0
+    set_attribute = type(target.config).__setattr__
+
+    def interrupted(config: Any, name: str, value: Any) -> None:
+        nonlocal calls
+        calls += name == "_attn_implementation_internal"
+        if calls == at:
+            raise KeyboardInterrupt
+        set_attribute(config, name, value)
+
+    monkeypatch.setattr(type(target.config), "__setattr__", interrupted)
+    with suppress(KeyboardInterrupt):
+        llm.generate([[5, 6, 7], [8, 9]], engine.SamplingParams(max_new_tokens=4))
+    monkeypatch.undo()
+    assert target.config._attn_implementation_internal == own and attention._calls.caches == []

@@ -61,12 +61,22 @@ class Scripted:
         self.hook.remove()
 
 
-@pytest.mark.parametrize("kind", ["ngram", "model", "layer_skip:1", "medusa", "eagle"])
+@pytest.mark.parametrize(
+    "kind",
+    ["ngram", "model", "layer_skip:1", "medusa", "eagle", "staged", "cascade", "shared tokens", "text read anew"],
+)
 @pytest.mark.parametrize("exact", [False, True])
 def test_what_is_discarded_leaves_no_keys_and_values(target: PreTrainedModel, kind: str, exact: bool) -> None:
     """At once, and not when Python next looks for cycles: they may be most of a GPU's memory."""
-    made = {**drafters(target), "model": lambda: engine.DraftModel(perturbed(target, 0.05))}
-    drafter: Any = made[kind]() if kind in ("model", "medusa", "eagle") else kind
+    draft, tokenizers = perturbed(target, 0.05), (byte_tokenizer(), byte_tokenizer())
+    made = drafters(target) | {
+        "model": lambda: engine.DraftModel(draft),
+        "staged": lambda: engine.StagedDraftModel(draft),
+        "cascade": lambda: engine.CascadeDrafter(engine.NGramDrafter(), engine.DraftModel(draft)),
+        "shared tokens": lambda: engine.IntersectionDraftModel(draft, *tokenizers),
+        "text read anew": lambda: engine.ReencodingDraftModel(draft, *tokenizers),
+    }
+    drafter: Any = kind if kind in ("ngram", "layer_skip:1") else made[kind]()
     llm = engine.load(target, drafter=drafter, num_draft_tokens=2, max_batch_size=2, exact=exact)
     gc.collect()
     gc.disable()
@@ -92,6 +102,45 @@ def test_more_prompts_than_slots_come_back_in_order(target: PreTrainedModel) -> 
     for prompt, param, output in zip(prompts, params, outputs, strict=True):
         assert output.prompt_token_ids == prompt
         assert output.token_ids == greedy(target, prompt, param.max_new_tokens)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [3, "auto"])
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_rows_that_have_ended_cost_nothing(target: PreTrainedModel, drafter: str, num_draft_tokens: Any) -> None:
+    """Those in lower slots: one that is left in a high slot is all that a round is about."""
+    prompts = random_prompts(5, seed=6, vocab_size=VOCAB)
+    lengths = [3, 2, 40, 4, 60]
+    own = perturbed(target, 0.05) if drafter == "model" else drafter
+    llm = engine.load(target, own, num_draft_tokens=num_draft_tokens, max_batch_size=5)
+    rows: list[int] = []
+    run = llm._server._round.run
+    llm._server._round.run = lambda state, *more: rows.append(len(state.seq_lens)) or run(state, *more)  # type: ignore
+    outputs = llm.generate(prompts, [engine.SamplingParams(max_new_tokens=length) for length in lengths])
+    assert [o.token_ids for o in outputs] == [greedy(target, *each) for each in zip(prompts, lengths, strict=True)]
+    assert rows[0] == 5 and set(rows[5:]) == {3, 1} and rows[-1] == 1
+
+
+def test_buffers_grow_in_proportion(target: PreTrainedModel) -> None:
+    """Growing copies what is there: not for every request that is a little longer than any before."""
+    llm = engine.load(target, None, max_batch_size=1)
+    lengths = range(60, 250, 10)
+    capacities = []
+    for length in lengths:
+        llm.generate([5] * length, engine.SamplingParams(max_new_tokens=1))
+        capacities.append(llm._target.cache.capacity)
+    assert all(capacity >= length for capacity, length in zip(capacities, lengths, strict=True))
+    assert capacities[-1] <= 256 and len(set(capacities)) <= 4
+
+
+def test_a_new_row_is_cleared_as_far_as_the_last_one_reached(target: PreTrainedModel) -> None:
+    llm = engine.load(target, perturbed(target, 0.05), max_batch_size=2, max_length=200)
+    llm.generate([5] * 150, engine.SamplingParams(max_new_tokens=40))
+    keys = llm.drafter.ragged.cache.ragged_layers[0].keys  # type: ignore[union-attr]
+    llm.generate([[5, 6, 7]] * 2, engine.SamplingParams(max_new_tokens=2))
+    with torch.inference_mode():
+        keys[:, :, 150:200] = 7
+    llm.generate([[5, 6, 7]] * 2, engine.SamplingParams(max_new_tokens=2))
+    assert (keys[:, :, 150:200] == 7).all() and (keys[:, :, 64:150] == 0).all()
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])

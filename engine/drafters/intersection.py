@@ -60,7 +60,11 @@ class IntersectionDraftModel(DraftModel):
         self._counterparts = counterparts.clamp(min=0).to(device)  # those that are asked for are there
         self._width = int(shared.target_ids[-1]) + 1
         known = counterparts.tolist()
-        self._own = OwnTexts(self.ragged, lambda: Translation(self.tokenizer, self.target_tokenizer, known, size))
+        ours, theirs = (
+            self.tokenizer,
+            self.target_tokenizer,
+        )  # not self: in a cycle, K/V would stay until it is looked for
+        self._own = OwnTexts(self.ragged, lambda: Translation(ours, theirs, known, size))
 
     def prefill(self, state: BatchState) -> None:
         """Read the prompts of new rows, but for the last token of each."""

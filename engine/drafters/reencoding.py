@@ -57,7 +57,11 @@ class ReencodingDraftModel:
         self._to_target = shared.to_target(size).tolist()
         special = special_ids(self.target_tokenizer)
         known = [i if token in special else -1 for token, i in enumerate(shared.to_drafter(target.vocab_size).tolist())]
-        self._own = OwnTexts(self._ragged, lambda: Translation(self.tokenizer, self.target_tokenizer, known, size))
+        ours, theirs = (
+            self.tokenizer,
+            self.target_tokenizer,
+        )  # not self: in a cycle, K/V would stay until it is looked for
+        self._own = OwnTexts(self._ragged, lambda: Translation(ours, theirs, known, size))
 
     def reserve(self, length: int) -> None:
         """Make room for rows of this length; where the drafter needs more tokens, more is made in time."""
