@@ -209,7 +209,7 @@ def test_drafts_that_are_not_worth_verifying_do_not_add_up(target: PreTrainedMod
     """A round in which it drafted, and of which nothing was verified, is not missed as one in which it was not asked."""
     last, silent = Watched(target, greedy=True), engine.NGramDrafter(40, 40)
     llm = engine.load(target, drafter=last if alone else CascadeDrafter(silent, last), num_draft_tokens=3)
-    llm._server._lengths.trim = lambda proposal, rows: Proposal(proposal.tokens[:, :0])  # type: ignore[method-assign]
+    llm._server._lengths.trim = lambda proposal, *_: Proposal(proposal.tokens[:, :0])  # type: ignore[method-assign]
     last.check([llm.generate([[5, 6, 7]], engine.SamplingParams(max_new_tokens=30))[0]])
     assert len(last.proposed) > 25 and last._rounds_missed <= 2
 
