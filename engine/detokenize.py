@@ -7,6 +7,10 @@ from typing import Any
 from .output import Span
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows a character whose bytes have not all come
+CHARACTER_BYTES = 4  # of UTF-8, at most
+
+# So many tokens may wait for a character to be whole; of more, these many of the first and of the last ones are kept.
+_LONGEST, _FIRST, _LAST = 48, 16, 16
 
 
 class TextStream:
@@ -19,9 +23,10 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, stop
-        self._ids: list[int] = []
         # Tokens are decoded in a window that begins with the last finished ones: some decoders treat a first token apart.
-        self._window, self._read = 0, 0
+        self._ids: list[int] = []
+        self._read = 0  # of its tokens, those that are finished
+        self._grown, self._known = "", 0  # its text, and the length of what is finished of it
         self._spans: list[Span] = []  # not yet handed out
         self.text = ""
         self.stopped = False
@@ -29,17 +34,34 @@ class TextStream:
     def push(self, token_id: int, drafted: bool) -> bool:
         """Append a token; True if the text has now reached a stop string, before which it is cut."""
         self._ids.append(token_id)
-        known = self._decode(self._ids[self._window : self._read])
-        grown = self._decode(self._ids[self._window :])
-        new = grown[len(known) :]
-        if not new and token_id in self._special:  # kept, it would be decoded again with each token that follows
+        before, self._grown = self._grown, self._decode(self._ids)
+        new, waiting = self._grown[self._known :], len(self._ids) - self._read
+        # A text that gets shorter had the bytes of a character one by one until it was whole: here a U+FFFD that is meant.
+        meant = len(self._grown) < len(before) and waiting > _FIRST - CHARACTER_BYTES
+        if self._grown == before and token_id in self._special:  # kept, it would be decoded again and again
             self._ids.pop()
-        elif new and not new.endswith(INCOMPLETE):
-            self._window, self._read = self._read, len(self._ids)
+        elif new and (meant or not new.endswith(INCOMPLETE)):
+            del self._ids[: self._read]
+            self._read, self._grown = len(self._ids), self._decode(self._ids)
+            self._known = len(self._grown)
             self._append(new, drafted)
         elif self._find_stop(finished := new.rstrip(INCOMPLETE)) is not None:
             self._append(finished, drafted)
+        elif waiting > _LONGEST:
+            self._shorten(drafted)
         return self.stopped
+
+    def _shorten(self, drafted: bool) -> None:
+        """Finish what can be no character any more, and forget the tokens in the middle of those that wait.
+
+        The first ones stay: where they are no text, some decoders spoil all that follows in the same run of bytes. So do the last,
+        by which a decoder finds the next character.
+        """
+        new = self._grown[self._known :]
+        del self._ids[self._read + _FIRST : -_LAST]
+        self._grown = self._decode(self._ids)
+        self._known = len(self._grown) - len(new[1 - CHARACTER_BYTES :])
+        self._append(new[: 1 - CHARACTER_BYTES], drafted)
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -49,9 +71,8 @@ class TextStream:
     def finish(self) -> None:
         """No token follows: what was held back as incomplete belongs to the text."""
         if not self.stopped and self._read < len(self._ids):
-            known = self._decode(self._ids[self._window : self._read])
-            self._append(self._decode(self._ids[self._window :])[len(known) :], drafted=False)
-            self._read = len(self._ids)
+            self._append(self._grown[self._known :], drafted=False)
+            self._read, self._known = len(self._ids), len(self._grown)
 
     def take(self, last: bool) -> tuple[Span, ...]:
         """The spans that may be shown by now; all of them if no token follows."""

@@ -1,0 +1,100 @@
+"""Streams of text whose bytes are no text."""
+
+from typing import Any
+
+import pytest
+from test_drafters_vocabulary import sentencepiece_like
+from tiny_tokenizer import EOS, byte_tokenizer
+
+from engine.detokenize import TextStream, decode, whole_text
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+FIRST_BYTE = 3  # of sentencepiece_like
+END = [ord("a"), *"é日🙂".encode()]  # what follows must come right
+
+
+class Counted:
+    """A tokenizer that notes how many tokens it decodes at a time."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.added_tokens_decoder = inner, inner.added_tokens_decoder
+        self.most = 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.most = max(self.most, len(ids))
+        return self.inner.decode(ids, **options)
+
+
+def streamed(tokenizer: Any, ids: list[int]) -> list[str]:
+    """What a stream shows with each token."""
+    stream, shown = TextStream(tokenizer, ()), []
+    for token in ids:
+        stream.push(token, drafted=False)
+        shown.append("".join(span.text for span in stream.take(last=False)))
+    stream.finish()
+    shown.append("".join(span.text for span in stream.take(last=True)))
+    assert "".join(shown) == stream.text
+    return shown
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"\x80", b"\xf0\x9f", UNKNOWN.encode(), b"\xe6\x97\xff", "é".encode() + b"\x80", b"\xf0" + "é".encode() * 9],
+)
+@pytest.mark.parametrize("before", [b"", b"a", b"\xe6"])
+def test_bytes_that_are_no_text_are_shown_in_time_that_grows_with_their_number(before: bytes, part: bytes) -> None:
+    ids = [*before, *part * (600 // len(part)), *END]
+    tokenizer = Counted(byte_tokenizer())
+    shown = streamed(tokenizer, ids)
+    assert "".join(shown) == bytes(ids).decode(errors="replace") and tokenizer.most < 120
+    late = [at for at, text in enumerate(shown) if text]
+    assert max(after - at for at, after in zip([0, *late], late, strict=False)) < 50
+    assert whole_text(byte_tokenizer(), ids) == "".join(shown)
+
+
+@pytest.mark.parametrize("many", range(40, 70))
+def test_a_character_behind_bytes_that_are_no_text_is_never_split(many: int) -> None:
+    shown = streamed(byte_tokenizer(), [*b"\x80" * many, *"🙂🙂".encode()])
+    assert "".join(shown) == UNKNOWN * many + "🙂🙂"
+
+
+@pytest.mark.parametrize(
+    "part", [b"\x80", b"\x80ab", b"\xf0\x9f", b"\x80" + "🙂".encode() * 50, b"\x80" + UNKNOWN.encode() * 50]
+)
+@pytest.mark.parametrize("before", [b"", UNKNOWN.encode() * 3])
+def test_a_run_of_bytes_that_is_spoilt_remains_so(before: bytes, part: bytes) -> None:
+    """Where the decoder reads byte tokens run by run. What is behind the run is text again."""
+    inner = sentencepiece_like()
+    tokenizer = Counted(inner)
+    run = [*before, *part * (600 // len(part))]
+    ids = [FIRST_BYTE + byte for byte in run] + inner.encode("the ", add_special_tokens=False)
+    ids += [FIRST_BYTE + byte for byte in "é🙂".encode()]
+    shown = streamed(tokenizer, ids)
+    assert "".join(shown) == UNKNOWN * len(run) + "the é🙂" and tokenizer.most < 120
+    assert len("".join(shown[:300])) > 250
+    assert whole_text(inner, ids) == "".join(shown)
+
+
+def test_replacement_characters_that_are_meant() -> None:
+    """Byte by byte a decoder of runs shows three for one, until it is whole."""
+    inner = sentencepiece_like()
+    tokenizer = Counted(inner)
+    said = UNKNOWN * 200 + "é" + UNKNOWN * 200 + "🙂"
+    ids = [FIRST_BYTE + byte for byte in said.encode()]
+    shown = streamed(tokenizer, ids)
+    assert "".join(shown) == said == whole_text(inner, ids) and tokenizer.most < 120
+    assert len("".join(shown[:300])) > 90
+
+
+def test_special_tokens_within_a_character() -> None:
+    """They stand for no text, however many they are."""
+    tokenizer = Counted(byte_tokenizer())
+    ids = [token for byte in "🙂".encode() for token in [byte, *[EOS] * 200]]
+    assert "".join(streamed(tokenizer, ids)) == "🙂" == decode(tokenizer.inner, ids) and tokenizer.most < 10
+
+
+def test_a_stop_string_of_replacement_characters() -> None:
+    """It ends the text while they come."""
+    stream = TextStream(byte_tokenizer(), [UNKNOWN * 5])
+    pushed = [stream.push(0x80, drafted=False) for _ in range(60)]
+    assert stream.stopped and stream.text == "" and pushed.index(True) < 50
