@@ -1,5 +1,6 @@
 """Token ids to text, token by token."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+        self._tokenizer = tokenizer
+        self._stop = sorted(stop)  # those that begin alike are neighbours
         # Tokens are decoded in a window that begins with the last finished ones: some decoders treat a first token apart.
         self._ids: list[int] = []
         self._read = 0  # of its tokens, those that are finished
@@ -112,7 +114,9 @@ class TextStream:
         """Length of the longest end of the text that a stop string begins with."""
         longest = min(len(self.text), max(map(len, self._stop), default=1) - 1)
         for length in range(longest, 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
+            end = self.text[-length:]
+            at = bisect_left(self._stop, end)
+            if at < len(self._stop) and self._stop[at].startswith(end):
                 return length
         return 0
 

@@ -1,5 +1,6 @@
-"""Streams of text whose bytes are no text."""
+"""Streams of text: bytes that are no text, many stop strings."""
 
+import random
 from typing import Any
 
 import pytest
@@ -98,3 +99,33 @@ def test_a_stop_string_of_replacement_characters() -> None:
     stream = TextStream(byte_tokenizer(), [UNKNOWN * 5])
     pushed = [stream.push(0x80, drafted=False) for _ in range(60)]
     assert stream.stopped and stream.text == "" and pushed.index(True) < 50
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    """The longest end of the text that does, and no more."""
+    rng, tokenizer = random.Random(0), byte_tokenizer()
+    for _ in range(300):
+        stop = ["".join(rng.choices("abc", k=rng.randint(1, 9))) for _ in range(rng.randint(1, 6))]
+        stream, shown = TextStream(tokenizer, stop), ""
+        for token in rng.choices(b"abc", k=30):
+            if stream.push(token, drafted=False):
+                break
+            shown += "".join(span.text for span in stream.take(last=False))
+            held = {n for text in stop for n in range(len(text)) if stream.text.endswith(text[:n])}
+            assert len(shown) == len(stream.text) - max(held)
+
+
+def test_many_stop_strings_take_no_time() -> None:
+    """Whether one begins is not asked of each of them."""
+    asked: list[str] = []
+
+    class Asked(str):
+        def startswith(self, *arguments: Any) -> bool:
+            asked.append(self)
+            return super().startswith(*arguments)
+
+    stream = TextStream(byte_tokenizer(), [Asked(f"{number:06} and so on") for number in range(2000)])
+    for token in b"000199 and so 0":
+        assert not stream.push(token, drafted=False)
+        stream.take(last=False)
+    assert len(asked) < 300
