@@ -2,8 +2,8 @@
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # target forward and verification
     total_seconds: float = 0.0
-    _counts: Counter[tuple[int, int]] = field(default_factory=Counter)  # rounds, by tokens (proposed, accepted)
+    _counts: list[list[int]] = field(default_factory=list)  # rounds, by tokens [proposed][accepted]
 
     def add_round(self, proposed: int, accepted: int, emitted: int) -> None:
         """Count one round of one row."""
@@ -40,11 +40,14 @@ class Stats:
         self.new_tokens += emitted
         self.draft_tokens += proposed
         self.accepted_tokens += accepted
-        self._counts[proposed, accepted] += 1
+        self._counts.extend([] for _ in range(len(self._counts), proposed + 1))
+        counts = self._counts[proposed]
+        counts.extend([0] * (accepted + 1 - len(counts)))
+        counts[accepted] += 1
 
     def rounds_with(self, proposed: int, accepted: int) -> int:
         """Those that proposed, and accepted, at least so many tokens."""
-        return sum(count for (p, a), count in self._counts.items() if p >= proposed and a >= accepted)
+        return sum(sum(counts[accepted:]) for counts in self._counts[proposed:])
 
     @property
     def acceptance_rate(self) -> float:
@@ -54,8 +57,7 @@ class Stats:
     @property
     def acceptance_per_position(self) -> list[float]:
         """[i]: of the rounds that proposed an (i+1)-th token, the share that accepted it."""
-        longest = max((proposed for proposed, _ in self._counts), default=0)
-        return [self.rounds_with(n, n) / self.rounds_with(n, 0) for n in range(1, longest + 1)]
+        return [self.rounds_with(n, n) / self.rounds_with(n, 0) for n in range(1, len(self._counts))]
 
     @property
     def block_efficiency(self) -> float:
@@ -65,6 +67,10 @@ class Stats:
     @property
     def tokens_per_second(self) -> float:
         return self.new_tokens / self.total_seconds if self.total_seconds else 0.0
+
+    def __copy__(self) -> "Stats":
+        """With counts of its own, which later rounds leave alone."""
+        return deepcopy(self)
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""

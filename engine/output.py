@@ -1,7 +1,7 @@
 """What a user gets back."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .metrics import Stats
 
@@ -18,6 +18,17 @@ class Output:
     # Of each of token_ids, if asked for: the natural log of the target's probability for it, given the text before it, under the
     # request's temperature, filters and penalty (what it was drawn from); of greedy texts the model's own, at temperature 1.
     logprobs: list[float] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON; `logprobs` if they were asked for."""
+        found = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_token_ids": self.prompt_token_ids,
+            "finish_reason": self.finish_reason,
+            "stats": self.stats.as_dict(),
+        }
+        return found if self.logprobs is None else found | {"logprobs": self.logprobs}
 
 
 class Span(NamedTuple):

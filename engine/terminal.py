@@ -62,14 +62,8 @@ def stats_line(stats: "Stats") -> str:
 
 
 def output_record(output: "Output") -> dict[str, Any]:
-    """An output as `--json` shows it."""
-    return {
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "stats": output.stats.as_dict(),
-        **({} if output.logprobs is None else {"logprobs": output.logprobs}),
-    }
+    """An output as `--json` shows it: the prompt is the user's own."""
+    return {name: value for name, value in output.as_dict().items() if name != "prompt_token_ids"}
 
 
 def write_json(record: dict[str, Any]) -> None:

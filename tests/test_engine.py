@@ -1,8 +1,10 @@
 """The loop: ragged batches, ends, streaming, seeds, statistics."""
 
 import copy
+import dataclasses
 import gc
 import itertools
+import json
 import pickle
 import sys
 import threading
@@ -30,6 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not in
 
 from bench.drafter_cases import drafters
 from engine.detokenize import TextStream, decode, whole_text
+from engine.metrics import Stats
 from engine.scheduler import PREFILL_TOKENS, Request, prefill_chunk
 
 TOKENIZER = byte_tokenizer()
@@ -393,6 +396,35 @@ def test_statistics_add_up(target: PreTrainedModel) -> None:
     assert llm.stats.new_tokens == 75
     assert llm.stats.rounds == sum(output.stats.rounds for output in outputs)
     assert llm.stats.acceptance_per_position[0] >= llm.stats.acceptance_rate > 0
+
+
+def test_rounds_are_counted_by_what_they_proposed_and_accepted() -> None:
+    stats = Stats()
+    for proposed, accepted in [(3, 1), (0, 0), (3, 3), (1, 0), (3, 1), (5, 2)]:
+        stats.add_round(proposed, accepted, accepted + 1)
+    assert [stats.rounds_with(n, 0) for n in range(8)] == [6, 5, 4, 4, 1, 1, 0, 0]
+    assert [stats.rounds_with(n, n) for n in range(8)] == [6, 4, 2, 1, 0, 0, 0, 0]
+    assert stats.acceptance_per_position == [4 / 5, 2 / 4, 1 / 4, 0.0, 0.0]
+    assert Stats().acceptance_per_position == []
+
+
+def test_outputs_and_statistics_can_be_copied_and_written_as_json(target: PreTrainedModel) -> None:
+    llm = engine.load(target, drafter=perturbed(target, 0.05), num_draft_tokens=3)
+    params = [engine.SamplingParams(max_new_tokens=12, logprobs=logprobs) for logprobs in (True, False)]
+    for output in llm.generate([[3, 4, 5]] * 2, params):
+        stats = output.stats
+        spread = dataclasses.asdict(output)
+        again = engine.Output(**spread | {"stats": Stats(**spread["stats"])})
+        assert again == output and again.stats.as_dict() == stats.as_dict() and json.loads(json.dumps(spread)) == spread
+        for other in (copy.copy(stats), copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
+            assert other == stats and other.as_dict() == stats.as_dict()
+            other.add_round(3, 3, 4)
+            assert other.acceptance_per_position != stats.acceptance_per_position == again.stats.acceptance_per_position
+        shown = output.as_dict()
+        assert json.loads(json.dumps(shown)) == shown
+        parts = {"text", "token_ids", "prompt_token_ids", "finish_reason", "stats"}
+        assert shown.keys() == (parts | {"logprobs"} if output.logprobs else parts)
+        assert shown.pop("stats") == stats.as_dict() and all(shown[name] == getattr(output, name) for name in shown)
 
 
 def test_plain_decoding_is_the_same_loop(target: PreTrainedModel) -> None:
