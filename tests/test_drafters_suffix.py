@@ -104,6 +104,22 @@ def test_the_longest_and_most_frequent_continuation(seed: int) -> None:
         pool += [text[start:] for text, start in zip(texts, starts, strict=True)]
 
 
+def test_what_was_kept_can_be_forgotten() -> None:
+    """The outputs in the pool, and those that still lie in their slots."""
+    drafter, text = SuffixDrafter(), [1, 2, 3]
+    for forgets in (False, True):
+        for output in ([4, 5, 6], [7, 8, 9]):
+            state = state_of([text])
+            drafter.prefill(state)
+            commit(drafter, state, [output])
+        if forgets:
+            drafter.forget()
+        for end in ([3], [4, 5]):
+            state = state_of([end])
+            drafter.prefill(state)
+            assert bool(proposed(drafter, state, 3)[0]) is not forgets
+
+
 NOT_DISPUTED = [([5], []), ([5, 6], []), ([5, 5], [5, 5, 5, 5]), ([1, 2, 3, 1, 2, 3, 1], [2, 3, 1, 2])]
 
 

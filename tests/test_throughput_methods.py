@@ -29,7 +29,7 @@ from bench.throughput.options import Options
 from bench.throughput.others import Economize, FlashSpec
 from bench.throughput.ours import Ours, SampledStagedDrafts
 from bench.throughput.presets import PRESETS
-from bench.throughput.prompts import read_prompts
+from bench.throughput.prompts import read_prompts, render
 from bench.throughput.records import read_records
 from bench.throughput.summary import summarize
 from engine.graphs import Graphs
@@ -57,6 +57,17 @@ def test_cascades_are_no_models_for_others(bench: Callable[..., Path], draft: st
     assert all(text == texts[0] for text in texts)
     for name in ("ngram+small", "staged:small", "ngram+staged:small"):
         assert sum(r["accepted_tokens"] for r in records if r["method"] == f"ours {name} K=2") > 0
+
+
+def test_no_answer_is_drafted_from_itself(bench: Callable[..., Path], target: str) -> None:
+    """A suffix drafter keeps its outputs, and the same prompt comes in the warm-up and in every repeat."""
+    words = ("-d", "suffix", "ngram+suffix", "--categories", "talk", "--max-turns", "1", "--repeats", "3")
+    records = read_records(bench(*words, baselines="plain", tokens="24"))
+    ids = render(byte_tokenizer(), ["hello"], [], "auto")
+    for name in ("suffix", "ngram+suffix"):
+        fresh = engine.load(target, name, 5, dtype="float32")
+        expected = fresh.generate(ids, engine.SamplingParams(max_new_tokens=24)).stats.rounds
+        assert [r["rounds"] for r in records if r["method"] == f"ours {name} K=5"] == [expected] * 3, name
 
 
 def test_nobody_has_a_checkpoints_repetition_penalty(

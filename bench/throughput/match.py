@@ -55,14 +55,17 @@ class Match:
         bar.set_description(self.contest.label)
         methods = self._ready()
         try:
-            for number, (repeat, group) in enumerate((r, g) for r in range(self.options.repeats) for g in self.groups):
-                unit = self._unit(group, repeat)
-                if self.records.has(unit, [method.name for method in methods]):
-                    skip(bar, 1)
-                    continue
-                self.records.drop(unit)
-                self.records.add(self._measure(methods, group, unit, number))
-                bar.update()
+            for repeat in range(self.options.repeats):
+                for method in methods:
+                    method.forget()
+                for number, group in enumerate(self.groups, repeat * len(self.groups)):
+                    unit = self._unit(group, repeat)
+                    if self.records.has(unit, [method.name for method in methods]):
+                        skip(bar, 1)
+                        continue
+                    self.records.drop(unit)
+                    self.records.add(self._measure(methods, group, unit, number))
+                    bar.update()
         finally:
             for method in methods:
                 method.close()

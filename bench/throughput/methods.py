@@ -122,6 +122,9 @@ class Method(ABC):
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         """Continue the prompts; the time of the call is taken outside."""
 
+    def forget(self) -> None:  # noqa: B027  # most keep nothing
+        """Drop what earlier answers taught it, as their prompts come again."""
+
     def close(self) -> None:  # noqa: B027  # most have nothing of their own
         """Let go of what `prepare` made."""
 

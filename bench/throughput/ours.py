@@ -88,12 +88,15 @@ class Ours(Method):
             **self._settings,
         )
         if self.drafts == "greedy":
-            stages: Any = getattr(self._llm.drafter, "stages", (self._llm.drafter,))
-            for stage in stages:
+            for stage in self._stages():
                 if hasattr(stage, "greedy"):  # lookups have no other way, nor have re-encoded drafts
                     stage.greedy = True
         if self._llm._server._round.graphs.enabled and not self.synthetic:  # its tensors lie elsewhere for each text
             self._capture(contest)
+
+    def _stages(self) -> tuple[Any, ...]:
+        """The drafter, or those in a cascade."""
+        return getattr(self._llm.drafter, "stages", (self._llm.drafter,))
 
     def _capture(self, contest: Contest) -> None:
         """All CUDA graphs that texts of a contest may need, so that none is captured while it is timed."""
@@ -133,6 +136,12 @@ class Ours(Method):
             accepted, per_position = stats.accepted_tokens, stats.acceptance_per_position
             rows.append(Row(output.token_ids, stats.rounds, stats.draft_tokens, accepted, per_position))
         return Call(rows, prefill, 0, draft, verify, clock.seconds if on_cpu else None)
+
+    def forget(self) -> None:
+        """A suffix drafter would draft its own answer to the same prompt."""
+        for stage in self._stages():
+            if isinstance(stage, engine.SuffixDrafter):
+                stage.forget()
 
     def close(self) -> None:
         self._llm = self._drafter = None  # type: ignore[assignment]

@@ -62,6 +62,11 @@ class SuffixDrafter(LookupDrafter):
             seed = seeds[index] if temperatures[index] > 0 and not state.coupled else None
             self._rows[slot] = _Row(prompt, seed)
 
+    def forget(self) -> None:
+        """Drop the outputs that were kept; between calls, as the texts of a running one are dropped too."""
+        self._rows.clear()
+        self._pool = _Pool(self.pool_tokens)
+
     def continuation(self, slot: int, text: Tokens, most: int) -> list[tuple[int, float]]:
         """See the class and `LookupDrafter`."""
         if slot not in self._rows:
