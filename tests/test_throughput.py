@@ -287,6 +287,26 @@ def test_another_run_is_refused(
     assert "holds records.jsonl without run.json" in capsys.readouterr().err
 
 
+def test_a_second_run_in_the_folder_is_refused(
+    bench: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, add, refused = ("--categories", "edit"), Records.add, []
+
+    def started_twice(self: Records, records: Any) -> None:
+        bench(*words, "--restart", baselines="plain", status=2)
+        refused.append(capsys.readouterr().err)
+        add(self, records)
+
+    monkeypatch.setattr(Records, "add", started_twice)
+    folder = bench(*words, baselines="plain")
+    assert len(refused) == 2 and all("out must be a folder in which no other run works, got" in err for err in refused)
+    assert len(read_records(folder)) == 6
+    monkeypatch.setattr(Records, "add", add)
+    (folder / "lock").touch()  # which a killed run leaves
+    bench(*words, baselines="plain")
+    assert "complete: nothing is measured again" in capsys.readouterr().err
+
+
 def test_without_matplotlib(
     bench: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,12 +2,36 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-RUN, RECORDS = "run.json", "records.jsonl"
+from engine.training.files import lock
+
+RUN, RECORDS, LOCK = "run.json", "records.jsonl", "lock"
 _IGNORED = ("date", "load_average", "commit")  # parts of the environment that change and mean nothing; "code" does
+
+
+@contextmanager
+def no_other_run(folder: Path) -> Iterator[None]:
+    """Nobody else measures into the folder meanwhile; it is created.
+
+    Raises:
+        ValueError: if somebody does.
+        OSError: if the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    with path.open("a") as file:
+        # Who opens the file before its holder removes it gets one that later runs do not see.
+        if not lock(file) or not (path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))):
+            raise ValueError(f"out must be a folder in which no other run works, got {folder}, in which one does")
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows removes no open files
+                path.unlink()
 
 
 class Records:

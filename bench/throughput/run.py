@@ -18,7 +18,7 @@ from bench.throughput.bed import load_bed
 from bench.throughput.match import Match, say, skip
 from bench.throughput.options import Options
 from bench.throughput.prompts import Prompt, groups, read_prompts, select
-from bench.throughput.records import Records
+from bench.throughput.records import Records, no_other_run
 from engine.demo_prompts import find_model
 
 CODE = ("engine", "kernels", "bench/throughput")
@@ -61,16 +61,22 @@ def run(options: Options, restart: bool = False) -> Records:
     """Measure all that is not measured yet.
 
     Raises:
-        ValueError: for options that do not fit the prompts, the models or the run in the folder.
+        ValueError: for options that do not fit the prompts, the models or the run in the folder, or if another run works there.
     """
     prompts = select(read_prompts(options.prompts), options.categories, options.per_category, options.max_turns)
-    planned = plan.contests(options, "")
-    plan.methods(options, planned[0])  # so that a wrong name is told before anything is done
+    plan.methods(options, plan.contests(options, "")[0])  # so that a wrong name is told before anything is done
     timing.use_all_cores()
-    records = Records(options.out, describe(options, prompts), restart)
+    with no_other_run(options.out):
+        records = Records(options.out, describe(options, prompts), restart)
+        _measure(options, records, prompts)
+    return records
+
+
+def _measure(options: Options, records: Records, prompts: Sequence[Prompt]) -> None:
     if records.run["complete"]:
         say(f"{options.out} holds this run, complete: nothing is measured again")
-        return records
+        return
+    planned = plan.contests(options, "")
     units = sum(len(groups(prompts, contest.prompts_per_call)) for contest in planned) * options.repeats
     with tqdm(total=units * len(options.dtypes), unit="call", dynamic_ncols=True, smoothing=0) as bar:
         for dtype in options.dtypes:
@@ -85,4 +91,3 @@ def run(options: Options, restart: bool = False) -> Records:
             del bed
             tidy()
     records.save_run(complete=True)
-    return records

@@ -122,7 +122,7 @@ def begin(out: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
     except OSError as error:
         raise OSError(f"out must be a folder that can be made and written to, got {out}: {error}") from error
     with file:
-        if not _lock(file):
+        if not lock(file):
             raise ValueError(f"out must be a folder in which no other run works, got {out}, in which one does")
         check_out(out, settings)
         for folder in out.glob(f"{SAVING}*"):
@@ -137,7 +137,7 @@ def begin(out: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
         yield work
 
 
-def _lock(file: IO[str]) -> bool:
+def lock(file: IO[str]) -> bool:
     """Hold a file until it is closed or the process ends; False: someone else does. Where nobody can, it is not held."""
     try:
         import fcntl
