@@ -261,6 +261,35 @@ def test_an_interrupted_run_goes_on(
     assert len(read_records(folder)) == 24
 
 
+def test_what_a_finished_run_has_lost_is_measured_again(
+    bench: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the contests that lack something, the units that do."""
+    words = ("-T", "0", "0.8", "-d", "ngram")
+    folder = bench(*words, baselines="plain")
+    whole = essence(folder)
+    path, add, added = folder / "records.jsonl", Records.add, []
+    monkeypatch.setattr(Records, "add", lambda self, records: (added.append(records), add(self, records)))
+    *lines, last = path.read_text().splitlines(keepends=True)
+    for kept, methods in (
+        ([*lines, last[:40]], ["ours plain", "ours ngram K=5", "transformers plain"]),
+        ([*lines[:1], *lines[2:], last], ["ours plain", "ours ngram K=5", "transformers plain"]),
+    ):
+        path.write_text("".join(kept))
+        added.clear()
+        bench(*words, baselines="plain")
+        assert [[record["method"] for record in records] for records in added] == [methods]
+        assert sorted(essence(folder)) == sorted(whole)
+        assert "not complete" not in (folder / "table.md").read_text()
+    added.clear()
+    capsys.readouterr()
+    bench(*words, baselines="plain")
+    assert added == [] and "complete: nothing is measured again" in capsys.readouterr().err
+    path.unlink()
+    bench(*words, baselines="plain")
+    assert len(added) == 8 and essence(folder) == whole
+
+
 def test_another_run_is_refused(
     bench: Callable[..., Path], tmp_path: Path, prompts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

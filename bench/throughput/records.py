@@ -59,8 +59,15 @@ class Records:
             run = before
         elif (folder / RECORDS).exists():
             raise ValueError(f"{folder} holds {RECORDS} without {RUN}: choose another --out, or add --restart")
-        self.run: dict[str, Any] = {"complete": False, "finished": [], "skipped": [], **run}
+        self.run: dict[str, Any] = {"complete": False, "finished": {}, "skipped": [], **run}
         self.records = read_records(folder)
+        whole = {
+            label: kept
+            for label, kept in self.run["finished"].items()
+            if self._count(kept["contest"]) == kept["records"]
+        }
+        if whole != self.run["finished"]:
+            self.run |= {"complete": False, "finished": whole}
         self._rewrite()
         self.save_run()
 
@@ -68,6 +75,11 @@ class Records:
         """Write `run.json`, whole or not at all."""
         self.run |= changes
         _replace(self.folder / RUN, json.dumps(self.run, indent=1) + "\n")
+
+    def finish(self, label: str, contest: dict[str, Any]) -> None:
+        """A contest is measured, as long as all the records are there that it has now; under a label that needs no model."""
+        kept = {"contest": contest, "records": self._count(contest)}
+        self.save_run(finished=self.run["finished"] | {label: kept})
 
     def skip(self, contest: str, method: str, reason: str) -> bool:
         """Keep why a method takes no part; returns whether that is news."""
@@ -102,6 +114,9 @@ class Records:
             file.write(_lines(records))
             file.flush()
             os.fsync(file.fileno())
+
+    def _count(self, contest: dict[str, Any]) -> int:
+        return sum(record["contest"] == contest for record in self.records)
 
     def _rewrite(self) -> None:
         _replace(self.folder / RECORDS, _lines(self.records))

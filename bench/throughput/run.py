@@ -86,8 +86,9 @@ def _measure(options: Options, records: Records, prompts: Sequence[Prompt]) -> N
                     skip(bar, len(groups(prompts, contest.prompts_per_call)) * options.repeats)
                     continue
                 bed = bed or load_bed(options, dtype)
-                Match(options, records, bed, replace(contest, dtype=bed.dtype), prompts).play(bar)
-                records.save_run(finished=[*records.run["finished"], contest.label])
+                known = replace(contest, dtype=bed.dtype)
+                Match(options, records, bed, known, prompts).play(bar)
+                records.finish(contest.label, asdict(known))
             del bed
             tidy()
     records.save_run(complete=True)
