@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
+from bench.out_file import check_out
 from bench.report import environment
 from bench.throughput.options import by_name
 from bench.throughput.prompts import OWN_PROMPTS, cut, read_prompts, render
@@ -69,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", "-n", type=int, default=96, metavar="N", help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON, with versions and the machine")
     options = parser.parse_args(arguments)
-    if options.out is not None and not options.out.resolve().parent.is_dir():
-        parser.error(f"--out must be in a folder that exists, got {options.out}")
     try:
+        if options.out is not None:
+            check_out(options.out)
         params = engine.SamplingParams(max_new_tokens=options.max_new_tokens)
         prompts = read_prompts(options.prompts)
         target = options.target or find_model()

@@ -173,15 +173,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.runs < 1:
         parser.error(f"--runs must be >= 1, got {options.runs}")
-    if options.out is not None and not options.out.resolve().parent.is_dir():
-        parser.error(f"--out must be in a folder that exists, got {options.out}")
 
     import torch
 
+    from bench.out_file import check_out
     from bench.report import environment
 
     about = environment("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if options.out is not None:
+            check_out(options.out)
         specs = contenders(options.target, options.drafter)
         found = run(specs, options.runs)
     except (ValueError, OSError, RuntimeError) as error:

@@ -79,6 +79,7 @@ def test_the_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     ("words", "rule"),
     [
         ("--out {tmp}/none/found.json", "--out must be in a folder that exists"),
+        ("--out {tmp}", "--out must be a file that can be written, got {tmp}: Is a directory"),
         ("--prompts {tmp}/none.jsonl", "prompts must be an existing file"),
         ("-k -1", "num_draft_tokens must be >= 0"),
         ("-n 0", "max_new_tokens must be >= 1, got 0"),
@@ -90,7 +91,7 @@ def test_bad_input(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "long.jsonl").write_text(json.dumps(line), encoding="utf-8")
     with pytest.raises(SystemExit):
         acceptance.main(["-t", str(checkpoint), *words.format(tmp=tmp_path).split()])
-    assert rule in capsys.readouterr().err
+    assert rule.format(tmp=tmp_path) in capsys.readouterr().err
 
 
 def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import cli_fakes
 
 from bench import first_token
 from bench.first_token import OURS, OURS_PLAIN, PARTS, THEIRS, THEIRS_GGUF
+from bench.out_file import check_out
 from engine.heads import DEFAULT_DRAFTER
 
 checkpoint = cli_fakes.checkpoint  # a fixture
@@ -93,6 +94,27 @@ def test_a_target_that_is_not_there_gives_one_line(capsys: pytest.CaptureFixture
         first_token.main(["--target", "/nope", "--runs", "1"])
     *_, last = capsys.readouterr().err.splitlines()
     assert "error: " in last and "target must be an existing path or a hub id, got '/nope'" in last
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_token, "contenders", lambda *_: pytest.fail("work was begun"))
+    for out, rule in (
+        (tmp_path, f"--out must be a file that can be written, got {tmp_path}: Is a directory"),
+        (tmp_path / "none" / "found.json", "--out must be in a folder that exists"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            first_token.main(["--out", str(out)])
+        assert rule in capsys.readouterr().err
+
+
+def test_looking_at_an_out_changes_nothing(tmp_path: Path) -> None:
+    before, new = tmp_path / "before.json", tmp_path / "new.json"
+    before.write_text("{}")
+    check_out(before)
+    check_out(new)
+    assert before.read_text() == "{}" and not new.exists()
 
 
 @pytest.mark.slow
