@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.out is not None:
             check_out(options.out)
+        if options.max_prompt_tokens < 2:
+            raise ValueError(f"max_prompt_tokens must be >= 2, got {options.max_prompt_tokens}")
         params = engine.SamplingParams(max_new_tokens=options.max_new_tokens)
         prompts = read_prompts(options.prompts)
         target = options.target or find_model()

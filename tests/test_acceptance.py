@@ -83,6 +83,7 @@ def test_the_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("--prompts {tmp}/none.jsonl", "prompts must be an existing file"),
         ("-k -1", "num_draft_tokens must be >= 0"),
         ("-n 0", "max_new_tokens must be >= 1, got 0"),
+        ("--max-prompt-tokens 1", "max_prompt_tokens must be >= 2, got 1"),
         ("-d ngram --max-prompt-tokens 9000 --prompts {tmp}/long.jsonl", "prompts[0] has 5007 tokens; at most 4095"),
     ],
 )
