@@ -61,7 +61,7 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
     if not prompt:
         raise ValueError(f"{name} must not be empty")
     if isinstance(prompt, str):
-        _check_unicode(prompt, name)
+        check_unicode(prompt, name)
         ids = list(_need(tokenizer, name, "text")(prompt)["input_ids"])
     elif all(isinstance(item, dict) for item in prompt):
         ids = _render_chat(list(prompt), name, _need(tokenizer, name, "chat messages"))
@@ -95,7 +95,7 @@ def _render_chat(messages: list[dict[str, Any]], name: str, tokenizer: Any) -> l
         )
     except Exception as error:  # a template is a program of its own, with errors of its own
         raise ValueError(f"{name} must hold chat messages that the chat template takes: {error}") from error
-    _check_unicode(text, name)
+    check_unicode(text, name)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -106,7 +106,7 @@ def _joined(content: Any) -> Any:
     return "".join(texts) if texts and len(texts) == len(parts) else content
 
 
-def _check_unicode(text: str, name: str) -> None:
+def check_unicode(text: str, name: str) -> None:
     """No half of a surrogate pair, as which Python hands on bytes that are no UTF-8."""
     try:
         text.encode()

@@ -30,6 +30,14 @@ def test_our_own_prompts() -> None:
         ('{"question_id": 1, "category": "", "turns": ["b"]}', """must have a "category" that is a string, got ''"""),
         ('{"question_id": 1, "category": "a", "turns": []}', r'must have "turns", a list of strings, got \[\]'),
         ('{"question_id": 1, "category": "a", "turns": [""]}', r"""must have "turns", a list of strings, got \[''\]"""),
+        (
+            r'{"question_id": 1, "category": "a", "turns": ["b", "c\ud800"]}',
+            r"turns\[1\] must be valid Unicode text, got '\\ud800' at index 1",
+        ),
+        (
+            r'{"question_id": 1, "category": "\udfff", "turns": ["b"]}',
+            r"category must be valid Unicode text, got '\\udfff' at index 0",
+        ),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, complaint: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.prompt_files import read_lines
+from engine.prompts import check_unicode
 
 OWN_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
 TEMPLATES = ("auto", "chat", "raw")
@@ -57,6 +58,8 @@ def _prompt(line: str, index: int, where: str) -> Prompt:
         raise ValueError(f'{where} must have a "category" that is a string, got {category!r}')
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError(f'{where} must have "turns", a list of strings, got {turns!r}')
+    for name, text in (("category", category), *((f"turns[{i}]", turn) for i, turn in enumerate(turns))):
+        check_unicode(text, f"{where} {name}")
     return Prompt(index, number, category, tuple(turns))
 
 
