@@ -1,5 +1,7 @@
 """bench/throughput: prompts from files to token ids."""
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,13 @@ def test_our_own_prompts() -> None:
         ("[" * 100_000 + "]" * 100_000, "must be a JSON object, but: "),
         ('{"category": "a", "turns": ["b"]}', 'must have a "question_id" that is a number or a string, got None'),
         ('{"question_id": 1, "category": "", "turns": ["b"]}', """must have a "category" that is a string, got ''"""),
+        *(
+            (
+                json.dumps({"question_id": 1, "category": category, "turns": ["b"]}),
+                f"""must have a "category" of one line that is not 'all' or 'mixed', got {re.escape(repr(category))}""",
+            )
+            for category in ("all", "mixed", "a\nb", "a\r", "\u2028")
+        ),
         ('{"question_id": 1, "category": "a", "turns": []}', r'must have "turns", a list of strings, got \[\]'),
         ('{"question_id": 1, "category": "a", "turns": [""]}', r"""must have "turns", a list of strings, got \[''\]"""),
         (

@@ -16,6 +16,7 @@ from engine.prompts import check_unicode
 
 OWN_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
 TEMPLATES = ("auto", "chat", "raw")
+ALL, MIXED = "all", "mixed"  # what tables call all categories together, and a call with prompts of several
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ def _prompt(line: str, index: int, where: str) -> Prompt:
         raise ValueError(f'{where} must have a "question_id" that is a number or a string, got {number!r}')
     if not isinstance(category, str) or not category:
         raise ValueError(f'{where} must have a "category" that is a string, got {category!r}')
+    if category in (ALL, MIXED) or category.splitlines() != [category]:
+        raise ValueError(
+            f'{where} must have a "category" of one line that is not {ALL!r} or {MIXED!r}, got {category!r}'
+        )
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError(f'{where} must have "turns", a list of strings, got {turns!r}')
     for name, text in (("category", category), *((f"turns[{i}]", turn) for i, turn in enumerate(turns))):
@@ -98,7 +103,7 @@ class Group:
     @property
     def category(self) -> str:
         names = {prompt.category for prompt in self.prompts}
-        return names.pop() if len(names) == 1 else "mixed"
+        return names.pop() if len(names) == 1 else MIXED
 
 
 def groups(prompts: Sequence[Prompt], prompts_per_call: int) -> list[Group]:

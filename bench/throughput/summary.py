@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.throughput.methods import OUR_PLAIN, Contest
-
-ALL = "all"
+from bench.throughput.prompts import ALL
 
 
 @dataclass
