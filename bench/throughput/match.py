@@ -77,7 +77,11 @@ class Match:
 
     def _ready(self) -> list[Method]:
         """The methods that can take part, warm: all are loaded before the first is warmed up, as what others load may have
-        torch.compile compile again."""
+        torch.compile compile again.
+
+        Raises:
+            ValueError: if our plain decoding refuses an option, or no method can take part.
+        """
         longest = max((g for g in self.groups if g.turn == 0), key=lambda g: max(map(len, self._prompts(g, 0))))
         prompts, seeds = self._prompts(longest, 0), self._seeds(longest, 0)
         left_out: dict[str, list[str]] = {}
@@ -91,6 +95,8 @@ class Match:
                 step()
             except Exception as error:  # a contender that fails is a result too
                 method.close()
+                if method.name == OUR_PLAIN and isinstance(error, ValueError):
+                    raise  # of ours, which refuses an option
                 leave_out(method, f"{type(error).__name__}: {error}".splitlines()[0][:300])
                 return False
             return True
