@@ -1,6 +1,6 @@
 """The host's side: prompts in, rounds until every row has ended, text out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from tqdm import tqdm
@@ -25,6 +25,7 @@ from .serving import Server
 from .state import BatchState
 
 _USUAL_LENGTHS = (256, 512, 1024)  # of texts, a bucket each
+_Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or a chat
 
 
 class Engine:
@@ -75,10 +76,17 @@ class Engine:
         `state_dict()` unpacks them."""
         return self._target.model
 
-    @overload
-    def generate(
+    @overload  # a string is a sequence of strings too, but comes first here
+    def generate(  # type: ignore[overload-overlap]
         self, prompts: str, params: SamplingParams | Sequence[SamplingParams] | None = ..., progress: bool = ...
     ) -> Output: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[_Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = ...,
+        progress: bool = ...,
+    ) -> list[Output]: ...
     @overload
     def generate(
         self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = ..., progress: bool = ...
