@@ -36,6 +36,7 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
 
     Raises:
         ValueError: if the file is no GGUF file, or is truncated.
+        ImportError: without the package gguf, or others that transformers reads such files through.
         OSError: if the cache folder cannot be written (the environment variable SPECULATIVE_ENGINE_CACHE moves it).
     """
     root = _cache_root()
@@ -93,8 +94,10 @@ def _check_file(path: Path, role: str) -> None:
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{role} must be a GGUF file, got {path}, which does not begin with 'GGUF'")
-    from gguf import GGUFReader
-
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ImportError(f"{role} is a GGUF file, which needs the package gguf (pip install gguf): {error}") from error
     try:
         tensors = GGUFReader(path).tensors
         end = max((int(tensor.data_offset + tensor.n_bytes) for tensor in tensors), default=0)

@@ -75,6 +75,7 @@ def load(
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache, or compiled (a ValueError).
         EngineError: if compiling fails.
         OSError: for a hub id that cannot be had.
+        ImportError: for a GGUF file, without the package gguf.
     """
     config = EngineConfig(num_draft_tokens, verification, exact, max_batch_size, max_length, compile)
     dtype, num_ranks = _dtype(dtype, target), _num_ranks(tensor_parallel, target, device)

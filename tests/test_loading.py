@@ -1,6 +1,7 @@
 """From hub ids, folders, GGUF files and live models to an engine; checkpoints that are damaged."""
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,17 @@ def test_damaged_gguf(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "damaged.gguf"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"target must be a (whole )?GGUF file, got .*damaged\.gguf"):
+        engine.load(path)
+
+
+def test_a_gguf_file_without_the_package_that_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(60))
+    monkeypatch.setenv(conversion.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(
+        ImportError, match=r"^target is a GGUF file, which needs the package gguf \(pip install gguf\): "
+    ):
         engine.load(path)
 
 
