@@ -94,7 +94,20 @@ def test_numbers_of_numpy() -> None:
     )
     assert params == engine.SamplingParams(0.5, 3, 0.5, 0.0, 7, 1, stop_token_ids=[4], repetition_penalty=1.5)
     values = (getattr(params, name) for name in params.__dataclass_fields__)
-    assert [type(value) for value in values] == [float, int, float, float, int, int, tuple, bool, tuple, float, bool]
+    assert [type(value) for value in values] == [
+        float,
+        int,
+        float,
+        float,
+        int,
+        int,
+        tuple,
+        bool,
+        tuple,
+        float,
+        bool,
+        type(None),
+    ]
     config = engine.EngineConfig(num_draft_tokens=np.int64(2), max_batch_size=np.int32(3), max_length=np.int16(9))
     assert config == engine.EngineConfig(2, max_batch_size=3, max_length=9)
     assert {type(value) for value in (config.num_draft_tokens, config.max_batch_size, config.max_length)} == {int}
