@@ -183,8 +183,9 @@ def _rank_threshold(logits: Tensor, scale: Tensor | None, top_k: Tensor | None, 
     ordered = logits.sort(dim=-1, descending=True).values
     threshold = torch.full_like(ordered[..., :1], -torch.inf)
     if top_k is not None:
+        top_k = top_k.long()  # compared with it, V would wrap to a dtype that does not hold it
         on = ((top_k > 0) & (top_k < logits.shape[-1]))[..., None]
-        rank = top_k[..., None].where(on, 1).long() - 1
+        rank = top_k[..., None].where(on, 1) - 1
         threshold = ordered.gather(-1, rank).where(on, -torch.inf)
     if top_p is not None:
         scaled = ordered if scale is None else ordered * scale[..., None]

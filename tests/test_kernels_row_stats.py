@@ -125,6 +125,17 @@ def test_filters_of_words(places: str, temperature: float) -> None:
     check_sample(logits.bfloat16(), torch.full((10,), temperature), **where, **filters)
 
 
+@pytest.mark.parametrize(("dtype", "vocab_size"), [(torch.int8, 128), (torch.int8, 300), (torch.uint8, 256),
+                                                   (torch.int16, 40_000), (torch.int32, 300)], ids=str)  # fmt: skip
+def test_top_k_of_any_dtype(dtype: torch.dtype, vocab_size: int) -> None:
+    """Of one that does not hold V too."""
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(9))
+    top_k = torch.tensor([1, 5, 50, 127, 0])
+    stats = check_row_stats(logits, top_k=top_k.to(dtype))
+    kept = (logits >= stats.threshold.cpu()[:, None]).sum(dim=1)
+    assert kept.tolist() == [1, 5, 50, 127, vocab_size]
+
+
 @pytest.mark.parametrize("levels", [1, 2, 5])
 def test_filters_of_rows_that_tie(levels: int) -> None:
     """Few different logits, of which as many tokens as there are candidates and more may tie with the last that is kept."""
