@@ -121,6 +121,8 @@ def _check_caches(keys: Tensor, values: Tensor, name: str, new: Tensor) -> None:
             )
         if tensor.stride(3) != 1 and tensor.shape[3] > 1:
             raise ValueError(f"{label} must be contiguous in its last dimension, got stride {tensor.stride(3)}")
+    if keys.shape[2] == 0:
+        raise ValueError(f"keys must have a capacity of at least 1, got shape {list(keys.shape)}")
     if values.shape != keys.shape:
         raise ValueError(f"values must have the shape of keys {list(keys.shape)}, got {list(values.shape)}")
     if new.shape[0] > MAX_GRID:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 
+@torch.no_grad()
 def ragged_attention(
     query: Tensor,  # [B, H, W, D] any floating dtype
     keys: Tensor,  # [slots, H_kv, capacity, D]
@@ -21,7 +22,7 @@ def ragged_attention(
     kv_length: int | None = None,  # no query sees a key at or beyond it; None: capacity
     num_valid: Tensor | None = None,  # [B] int64, columns of each row that are no padding; None: W
 ) -> Tensor:
-    """Attention [B, W, H, D] of W new columns over the cache, which holds their K and V already; dtype of the query.
+    """Attention [B, W, H, D], contiguous, of W new columns over the cache, which holds their K and V already; dtype of the query.
 
     The query of column i stands at position p = seq_lens + i. It sees the keys j <= p with j > p - window, j < kv_length
     and j < seq_lens + num_valid; all else in the cache may hold anything. Head h reads key head h // (H / H_kv). A softcap
@@ -54,9 +55,10 @@ def ragged_attention(
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(dtype).view(num_kv_heads, -1, 1, 1))
     weights = torch.exp(logits - lse).where(visible, 0)
-    return torch.einsum("bhgwl, bhld -> bwhgd", weights, v).flatten(2, 3).to(query.dtype)
+    return torch.einsum("bhgwl, bhld -> bwhgd", weights, v).flatten(2, 3).to(query.dtype).contiguous()
 
 
+@torch.no_grad()
 def scatter_kv(
     keys: Tensor,  # [slots, H_kv, capacity, D]; written
     values: Tensor,  # [slots, H_kv, capacity, D]; written

@@ -82,6 +82,7 @@ def check_attention(case: Case, **more: Any) -> Tensor:
     batch, heads, width, head_dim = query.shape
     assert actual.shape == (batch, width, heads, head_dim) and actual.dtype == query.dtype and actual.is_contiguous()
     expected = attention_reference.ragged_attention(**case)
+    assert expected.dtype == query.dtype and expected.is_contiguous()
     torch.testing.assert_close(actual.cpu(), expected, **TOLERANCE[query.dtype])
     return actual.cpu()
 

@@ -48,6 +48,11 @@ def test_hard_shapes(width: int, group: int, head_dim: int, dtype: torch.dtype) 
     check_attention(attention_case(LENGTHS[::2] if width > 6 else LENGTHS, width, group, 1, head_dim, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_as_many_key_heads_as_query_heads(dtype: torch.dtype) -> None:
+    check_attention(attention_case((0, 30, 511), group=1, kv_heads=3, dtype=dtype))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
@@ -296,6 +301,21 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_ops.ragged_attention(**double).dtype == torch.float64 and len(called) == 1
 
 
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_nothing_is_recorded_for_gradients(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    """Sinks are a parameter of a model, K and V come from others."""
+    monkeypatch.setenv("ENGINE_KERNELS", kernels)
+    case = on_device(attention_case((5, 30)))
+    sinks = torch.zeros(4, device=DEVICE, requires_grad=True)
+    assert not attention_ops.ragged_attention(**case, sinks=sinks).requires_grad
+    caches = {name: case[name].nan_to_num() for name in ("keys", "values")}
+    new = torch.ones(2, 2, 3, 32, device=DEVICE, requires_grad=True)
+    where = dict(seq_lens=case["seq_lens"], num_valid=torch.full_like(case["seq_lens"], 3))
+    attention_ops.scatter_kv(**caches, new_keys=new, new_values=new, **where)
+    for cache in caches.values():
+        assert not cache.requires_grad and (cache[0, :, 5:8] == 1).all()
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "query dim": (dict(query=torch.zeros(2, 4, 32)), "query must be a floating tensor of 4 dimensions"),
     "query dtype": (dict(query=torch.zeros(2, 4, 3, 32).half()), "query must .* of one dtype with keys"),
@@ -303,6 +323,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "query heads": (dict(query=torch.zeros(2, 3, 3, 32)), "query must have a multiple of the keys' 2 heads, got 3"),
     "query stride": (dict(query=torch.zeros(2, 4, 32, 3).transpose(2, 3)), "query must be contiguous .* got stride 3"),
     "keys dtype": (dict(keys=torch.zeros(2, 2, 603, 32).long()), "keys must be a floating tensor"),
+    "capacity": (
+        dict(keys=torch.zeros(2, 2, 0, 32), values=torch.zeros(2, 2, 0, 32)),
+        r"keys must have a capacity of at least 1, got shape \[2, 2, 0, 32\]",
+    ),
     "values": (dict(values=torch.zeros(2, 2, 600, 32)), "values must have the shape of keys"),
     "seq_lens": (dict(seq_lens=torch.zeros(3).long()), r"seq_lens must be int64 of shape \[B\] = \[2\]"),
     "seq_lens dtype": (dict(seq_lens=torch.zeros(2).int()), "seq_lens must be int64 .* got torch.int32"),
