@@ -7,7 +7,6 @@ import torch
 
 from . import philox
 from .checks import FLOATS
-from .launch import lanes
 from .ops import METHODS, _use_triton, row_stats, sample, verify
 from .workspace import reserve
 
@@ -103,6 +102,7 @@ def warmup(
 def _widths(num_draft_tokens: int, vocab_size: int, draft_vocab_size: int | None = None) -> list[int]:
     """One of the widths up to K+1 for each variant: they differ in the lanes that hold them, and in whether the
     logits of a sequence begin on 16 elements, by which the compiler chooses how it loads them."""
+    from .launch import lanes  # here, as that needs Triton
 
     def variant(width: int) -> tuple[int, ...]:
         aligned = width * vocab_size % 16, (width - 1) * (draft_vocab_size or 16) % 16

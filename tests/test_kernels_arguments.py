@@ -1,5 +1,9 @@
 """What the calls say to arguments that do not fit: a ValueError that begins with the argument's name, before any work."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,6 +146,20 @@ def test_warmup_does_nothing_where_the_twins_serve(monkeypatch: pytest.MonkeyPat
     warmup.warmup(100, 2, torch.float64, "cpu")
     with pytest.raises(AssertionError, match="a call was made"):
         warmup.warmup(100, 2, torch.float32, "cpu")
+
+
+def test_warmup_does_nothing_where_there_is_no_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from engine.kernels.warmup import warmup
+warmup(100, 2, torch.float32, "cpu", ("block",), 100, filters=True)
+"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("ENGINE_KERNELS", "TRITON"))}
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
