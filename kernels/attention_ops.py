@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import attention_reference
-from .checks import FLOATS, MAX_GRID, check_tensor
+from .checks import FLOATS, MAX_GRID, as_float, as_int, check_tensor
 
 MAX_HEAD_DIM = 256
 
@@ -37,7 +37,7 @@ def ragged_attention(
     padding: else what the cache holds in their place, if it is not finite, reaches the columns before.
 
     Raises:
-        ValueError: naming the argument whose shape, dtype, device, strides or value does not fit.
+        ValueError: naming the argument whose type, shape, dtype, device, strides or value does not fit.
     """
     _check_caches(keys, values, "query", query)
     num_heads = query.shape[1]
@@ -50,6 +50,10 @@ def ragged_attention(
         if sinks.shape != (num_heads,) or sinks.dtype not in FLOATS:
             got = f"{sinks.dtype} {list(sinks.shape)}"
             raise ValueError(f"sinks must be floating of shape [H] = [{num_heads}], got {got}")
+    scale = None if scale is None else as_float("scale", scale)
+    window = None if window is None else as_int("window", window)
+    softcap = None if softcap is None else as_float("softcap", softcap)
+    kv_length = None if kv_length is None else as_int("kv_length", kv_length)
     if window is not None and window < 1:
         raise ValueError(f"window must be >= 1 or None, got {window}")
     if softcap is not None and not softcap > 0:

@@ -1,6 +1,9 @@
 """What the calls ask of their arguments before anything is worked out: by type, dtype, shape and device, never by the values of a
 tensor, which would wait for its device."""
 
+import math
+import operator
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -20,8 +23,18 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None) -> N
         raise ValueError(f"{name} must be a tensor on {device}, got one on {value.device}")
 
 
-def check_real(name: str, value: Any) -> None:
-    """ValueError unless it is a number >= 0 of Python or NumPy."""
-    number = isinstance(value, float) or (isinstance(value, Real) and not isinstance(value, bool))
-    if not number or not value >= 0:
-        raise ValueError(f"{name} must be a number >= 0, got {value!r:.100}")
+def as_float(name: str, value: Any, least: float = -math.inf) -> float:
+    """A number >= `least` of Python or NumPy as Triton takes it, which knows Python's own alone; else a ValueError."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            if (number := float(value)) >= least:
+                return number
+    raise ValueError(f"{name} must be a number{'' if least == -math.inf else f' >= {least:g}'}, got {value!r:.100}")
+
+
+def as_int(name: str, value: Any) -> int:
+    """The same of a whole number; that of a tensor would have to be waited for."""
+    if not isinstance(value, (bool, Tensor)):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise ValueError(f"{name} must be an int, got {value!r:.100}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import philox, reference
-from .checks import FLOATS, NUMBERS, check_real, check_tensor
+from .checks import FLOATS, NUMBERS, as_float, check_tensor
 from .records import Draws, RowStats, Verdict
 
 LOSSLESS_METHODS = ("rejection", "block", "coupled")
@@ -68,7 +68,7 @@ def sample(
     _check_logits("logits", logits, (2, 3))
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_rows(len(logits), logits.device, **rows, seed=seed, position=position, origin=origin)
-    if not isinstance(stream, int) or stream not in philox.STREAMS:
+    if not isinstance(stream, int) or isinstance(stream, bool) or stream not in philox.STREAMS:
         raise ValueError(
             f"stream must be one of {', '.join(map(str, philox.STREAMS))} (see philox), got {stream!r:.100}"
         )
@@ -155,8 +155,8 @@ def verify(
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_rows(batch, device, **rows, seed=seed, position=position)
     _check_vocabulary(target_logits, logit_bias, token_mask, batch if packed else None)
-    for name, value in (("typical_epsilon", typical_epsilon), ("typical_delta", typical_delta)):
-        check_real(name, value)
+    typical_epsilon = as_float("typical_epsilon", typical_epsilon, 0)
+    typical_delta = as_float("typical_delta", typical_delta, 0)
     more: dict[str, Any] = dict(
         rows, seed=seed, position=position, method=method, logit_bias=logit_bias, token_mask=token_mask
     )

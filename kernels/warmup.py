@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from . import philox
-from .checks import FLOATS
+from .checks import FLOATS, as_int
 from .ops import METHODS, _use_triton, row_stats, sample, verify
 from .workspace import reserve
 
@@ -52,8 +52,10 @@ def warmup(
         packed: `verify` gets packed logits, with cu_num_logits.
 
     Raises:
-        ValueError: naming the argument whose value does not fit.
+        ValueError: naming the argument whose type or value does not fit.
     """
+    vocab_size, num_draft_tokens = as_int("vocab_size", vocab_size), as_int("num_draft_tokens", num_draft_tokens)
+    draft_vocab_size = None if draft_vocab_size is None else as_int("draft_vocab_size", draft_vocab_size)
     if vocab_size < 1 or num_draft_tokens < 0:
         raise ValueError(f"vocab_size must be >= 1 and num_draft_tokens >= 0, got {vocab_size} and {num_draft_tokens}")
     if draft_vocab_size is not None and draft_vocab_size < 1:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from kernel_cases import assert_counters_are_clear, verify_case
 
 from engine.kernels import ops, reference, warmup
+from engine.kernels import verify as triton_verify
 from engine.kernels.checks import MAX_GRID
 from engine.kernels.launch import shape_arguments
 from engine.kernels.ops import METHODS
@@ -75,6 +77,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("verify", dict(draft_logits=DRAFTS.to(F8)), "draft_logits must be floating"),
     ("sample", dict(stream=torch.tensor(1)), "stream must be one of 0, 1, 2, 3"),
     ("sample", dict(stream=torch.tensor([1, 2])), "stream must be one of 0, 1, 2, 3"),
+    ("sample", dict(stream=True), "stream must be one of 0, 1, 2, 3"),
     ("sample", dict(stream=None), "stream must be one of 0, 1, 2, 3"),
     ("verify", dict(draft_stats=tuple(STATS)), "draft_stats must be RowStats"),
     *(("verify", dict(draft_stats=STATS._replace(**{name: None})), f"draft_stats.{name} must be a tensor on cpu, got None")
@@ -83,7 +86,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("verify", dict(draft_stats=STATS._replace(lse=STATS.argmax)), "draft_stats.lse must be floating, got torch.int64"),
     ("verify", dict(draft_stats=STATS._replace(lse=REAL)), "draft_stats.lse must have shape"),
     *(("verify", {name: value}, f"{name} must be a number >= 0, got ") for name in ("typical_epsilon", "typical_delta")
-      for value in (None, "0.1", torch.tensor(0.1), -0.1, float("nan"), True)),
+      for value in (None, "0.1", torch.tensor(0.1), -0.1, float("nan"), True, 10**400, 1j)),
     ("verify", dict(method=None), "method must be one of"),
 ]  # fmt: skip
 
@@ -95,10 +98,27 @@ def test_wrong_arguments(call: str, wrong: dict[str, Any], message: str) -> None
 
 
 def test_numbers_of_any_kind_are_taken() -> None:
-    """Whole temperatures, half-precision ones, and numbers of NumPy."""
+    """Whole temperatures and half-precision ones."""
     for temperature in (WHOLE, REAL.half(), REAL.double(), REAL.int()):
         ops.verify(**PLAIN["verify"], temperature=temperature)
-    ops.verify(**PLAIN["verify"], typical_epsilon=np.float32(0.1), typical_delta=1)
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(0.25), np.float64(0.25), np.int64(0), np.uint8(1), Fraction(1, 4), 1], ids=repr
+)
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_thresholds_of_any_kind_are_taken(monkeypatch: pytest.MonkeyPatch, kernels: str, value: Any) -> None:
+    """Numbers of Python and NumPy as what they are in float, and to the kernel that, of which it has one variant."""
+    monkeypatch.setenv("ENGINE_KERNELS", kernels)
+    given: list[Any] = []
+    if kernels == "triton":
+        real = triton_verify.verify
+        monkeypatch.setattr(triton_verify, "verify", lambda *a, **k: given.append(k) or real(*a, **k))
+    case = verify_case(torch.Generator().manual_seed(1), 16, 3, 300, None, torch.float32) | dict(method="typical")
+    found = ops.verify(**case, typical_epsilon=value, typical_delta=value)
+    expected = reference.verify(**case, typical_epsilon=float(value), typical_delta=float(value))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert all(type(k[name]) is float for k in given for name in ("typical_epsilon", "typical_delta"))
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
@@ -167,6 +187,10 @@ warmup(100, 2, torch.float32, "cpu", ("block",), 100, filters=True)
     [
         (dict(draft_vocab_size=-3), "draft_vocab_size must be >= 1 or None, got -3"),
         (dict(draft_vocab_size=0), "draft_vocab_size must be >= 1 or None, got 0"),
+        (dict(draft_vocab_size="5"), "draft_vocab_size must be an int, got '5'"),
+        (dict(vocab_size=64.0), "vocab_size must be an int, got 64.0"),
+        (dict(num_draft_tokens=1.0), "num_draft_tokens must be an int, got 1.0"),
+        (dict(num_draft_tokens=True), "num_draft_tokens must be an int, got True"),
         (dict(methods=["greedy"]), "methods must be among"),
         (dict(dtype=F8), "dtype must be floating"),
     ],

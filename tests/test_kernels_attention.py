@@ -1,8 +1,11 @@
 """Ragged attention in Triton against its torch twin, and the twin against plain formulas."""
 
+import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import TOLERANCE, Case, attention_case, check_attention, far_apart, on_device, rows_of
@@ -302,6 +305,24 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        dict(window=np.int64(40), kv_length=np.int32(600), softcap=np.float32(5.0), scale=np.float32(0.5)),
+        dict(window=np.uint8(40), kv_length=np.int64(600), softcap=5, scale=Fraction(1, 2)),
+    ],
+    ids=["NumPy", "others"],
+)
+def test_numbers_of_any_kind(monkeypatch: pytest.MonkeyPatch, numbers: dict[str, Any], kernels: str) -> None:
+    monkeypatch.setenv("ENGINE_KERNELS", kernels)
+    case = on_device(attention_case((5, 600)))
+    plain = dict(window=40, kv_length=600, softcap=5.0, scale=0.5)
+    assert torch.equal(
+        attention_ops.ragged_attention(**case, **numbers), attention_ops.ragged_attention(**case, **plain)
+    )
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
 def test_nothing_is_recorded_for_gradients(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     """Sinks are a parameter of a model, K and V come from others."""
     monkeypatch.setenv("ENGINE_KERNELS", kernels)
@@ -338,6 +359,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sinks": (dict(sinks=torch.zeros(2)), r"sinks must be floating of shape \[H\] = \[4\]"),
     "window": (dict(window=0), "window must be >= 1 or None, got 0"),
+    **{
+        f"window {value!r}": (dict(window=value), f"window must be an int, got {re.escape(repr(value))}")
+        for value in (3.5, "3", True, np.True_, torch.tensor(3))
+    },
+    **{
+        f"kv_length {value!r}": (dict(kv_length=value), f"kv_length must be an int, got {re.escape(repr(value))}")
+        for value in (5.0, False, [600], torch.tensor(600))
+    },
+    **{
+        f"{name} {value!r:.50}": ({name: value}, f"{name} must be a number, got {re.escape(repr(value)[:50])}")
+        for name in ("scale", "softcap")
+        for value in ("1", True, torch.tensor(0.5), 1j, float("nan"), 10**400)
+    },
     "softcap": (dict(softcap=0.0), "softcap must be > 0 or None, got 0.0"),
     "query array": (dict(query=[1.0]), r"query must be a tensor on cpu, got \[1.0\]"),
     "query None": (dict(query=None), "query must be a tensor on cpu, got None"),
