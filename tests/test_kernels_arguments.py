@@ -104,7 +104,7 @@ def test_numbers_of_any_kind_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [np.float32(0.25), np.float64(0.25), np.int64(0), np.uint8(1), Fraction(1, 4), 1], ids=repr
+    "value", [np.float32(0.25), np.float64(0.25), np.int64(0), np.uint8(1), Fraction(1, 4), 1, 1e39], ids=repr
 )
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 def test_thresholds_of_any_kind_are_taken(monkeypatch: pytest.MonkeyPatch, kernels: str, value: Any) -> None:
