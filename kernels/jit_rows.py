@@ -44,6 +44,7 @@ ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING = (tl.c
 ROW_FIELDS = tl.constexpr(6)
 NO_ID = tl.constexpr(0x7FFFFFFF)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
+_TINY = tl.constexpr(2.0**-126)  # the smallest normal float32
 
 
 @triton.jit
@@ -136,12 +137,15 @@ def tile_max(x):
 
 @triton.jit
 def load_temperature(temperature, batch):
-    """1/T and whether the row is greedy; 1/T = 1 for greedy rows, and everywhere if there is no tensor."""
+    """1/T and whether the row is greedy; 1/T = 1 for greedy rows, and everywhere if there is no tensor.
+
+    It is never 0, as 0 times a logit of -inf is NaN."""
     t = 1.0
     if temperature is not None:
         t = tl.load(temperature + batch).to(tl.float32)
     greedy = t < _GREEDY_BELOW
-    return tl.div_rn(1.0, tl.where(greedy, 1.0, t)), greedy
+    inverse = tl.div_rn(1.0, tl.where(greedy, 1.0, t))
+    return tl.where(inverse < _TINY, _TINY, inverse), greedy  # NaN stays NaN
 
 
 @triton.jit

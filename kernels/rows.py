@@ -35,13 +35,15 @@ class Temperatures(NamedTuple):
         return torch.zeros_like(like, dtype=torch.bool) if self.values is None else self.values.float() < GREEDY_BELOW
 
     def scale(self, logits: Tensor) -> Tensor | None:
-        """1 / T [B], and 1 for greedy rows, in the dtype in which `logits` are computed with; None: all are 1."""
+        """1 / T [B], and 1 for greedy rows, in the dtype in which `logits` are computed with; None: all are 1.
+
+        It is never 0, as 0 times a logit of -inf is NaN."""
         if self.values is None or self.all_greedy:
             return None
         values = self.values.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         if not self.never_greedy:
             values = values.masked_fill(self.greedy(values), 1)
-        return values.reciprocal()
+        return values.reciprocal().clamp_(min=torch.finfo(values.dtype).tiny)
 
 
 class Rows(NamedTuple):

@@ -19,6 +19,7 @@ from kernel_cases import (
     VOCABS,
     Case,
     assert_independent,
+    check_sample,
     check_verify,
     far_apart,
     lay_out,
@@ -32,7 +33,7 @@ from kernel_cases import (
 
 from engine.kernels import ops, philox, reference
 from engine.kernels.ops import METHODS
-from engine.kernels.records import RowStats, Status
+from engine.kernels.records import FATAL_STATUS, RowStats, Status
 from engine.kernels.sample import sample
 from engine.kernels.verify import verify
 
@@ -210,6 +211,35 @@ def test_tiny_temperatures_are_greedy() -> None:
     for method in METHODS:
         verdict = check_verify(case, method=method)
         assert (verdict.tokens[:, 0] >= 0).all() and (verdict.status == 0).all()
+
+
+ENDLESS = torch.tensor([torch.inf, 3e38, 1e38, torch.inf, 3e38, 0.7, torch.nan, 0.0])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", ["full", "one-hot"])
+@pytest.mark.parametrize("method", METHODS)
+def test_endless_temperatures(method: str, kind: str, option: str) -> None:
+    """Of rows with -inf in them, the block's padding at least: every token that stays is as likely."""
+    rng = generator(12)
+    case = verify_case(rng, 8, 1, 300, 300 if kind == "full" else None) | dict(temperature=ENDLESS)
+    case["target_logits"][:, 1, ::3] = -torch.inf
+    verdict = check_verify(case, method=method, return_logprobs=True, **random_options(option, rng, 8, 300))
+    fatal = torch.tensor([0] * 6 + [Status.NAN_TARGET, 0])
+    assert torch.equal(verdict.status & FATAL_STATUS, fatal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_endless_temperatures_make_all_tokens_as_likely(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 300, generator=generator(13), dtype=dtype)
+    logits[1, 100:] = -torch.inf
+    temperature = torch.full((2,), torch.inf, dtype=dtype)
+    for min_p in (0.0, 1.0):  # 1.0: log(min_p) / (1 / T) must not be 0 / 0
+        stats = reference.row_stats(logits, temperature, min_p=torch.full((2,), min_p, dtype=dtype))
+        torch.testing.assert_close(stats.lse.exp(), torch.tensor([300, 100] if min_p == 0 else [1, 1], dtype=dtype))
+    check_sample(
+        logits.float(), temperature.float(), seed=torch.arange(2), position=torch.arange(2), return_logprobs=True
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
