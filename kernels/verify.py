@@ -299,10 +299,10 @@ def verify(
         **row_arguments(
             draft_threshold=None if draft_stats is None else draft_stats.threshold,
             draft_lse=None if draft_stats is None else draft_stats.lse,
-            temperature=temperature,
             seed=seed,
             position=position,
         ),
+        temperature=rows["temperature"],
         **verdict._asdict(),
         WIDTH=lanes(width),
         AT_ONCE=min(shape["NUM_BLOCKS"], max(16, 512 // lanes(width))),

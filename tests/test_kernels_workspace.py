@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, check_verify, random_filters, random_logits, random_rows, temperatures, verify_case
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels import ops, workspace
 from engine.kernels.ops import METHODS
@@ -91,6 +92,31 @@ def test_launches_of_row_stats_and_sample_do_not_depend_on_values(launches: list
     assert_the_same(launches, ops.row_stats, case, count=1)
     launches.clear()
     assert_the_same(launches, ops.sample, case | random_rows(6, generator), count=1)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the tensors of shape [B] that are copied."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch, self.count = batch, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten.clone.default and args[0].shape == (self.batch,)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["full", "one-hot"])
+def test_what_is_not_contiguous_is_copied_once(launches: list[Launch], kind: str) -> None:
+    """Columns of a table of rows, as a serving engine keeps them."""
+    generator = torch.Generator().manual_seed(3)
+    case = verify_case(generator, 6, 3, 300, 300 if kind == "full" else None) | random_filters(generator, 6, 300)
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+    columns = {name: torch.stack([case[name]] * 2, dim=1)[:, 0] for name in names}
+    for given, count in (({}, 0), (columns, len(names))):
+        with Copies(6) as copies:
+            ops.verify(**case | given)
+        assert copies.count == count
 
 
 @pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero, bool, lambda x: x[x > 0]])
