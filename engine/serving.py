@@ -66,9 +66,7 @@ class Server:
         self._device = state.tokens.device
         self._eos_token_ids, self._stats, self._late, self._ranks = eos_token_ids, stats, late, ranks
         self._warned = False  # of draft logits that are no distribution
-        self._unclean: set[int] = (
-            set()
-        )  # slots in whose K/V drafts, or texts that were not read to their end, may have left NaN
+        self._unclean: set[int] = set()  # slots in whose K/V drafts, or a text that was broken off, may have left NaN
         self._reserved = 0  # length of the rows that there is room for everywhere
         self._since = 0.0  # when the step under way began
 
@@ -294,9 +292,8 @@ class Server:
                 request.stats.total_seconds = self._seconds() - request.started
                 scheduler.release(request)
                 self._state.limits[request.slot] = 0
-                if (
-                    self._late or request.stats.draft_tokens > request.stats.accepted_tokens
-                ):  # late: the next round is under way
+                rejected = request.stats.draft_tokens > request.stats.accepted_tokens
+                if rejected or self._late:  # as the next round is under way
                     self._unclean.add(request.slot)
             yield request, new
 
