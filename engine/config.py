@@ -104,8 +104,9 @@ class SamplingParams:
         logits_processor: a `LogitsProcessor` or `LogitsProcessorList` of `transformers`, or any function like one: of input_ids
             [1, T] int64, the text so far, and scores [1, V] float32, the logits with the repetition penalty, to scores [1, V], from
             which temperature and filters go on; both on the target's device. It must be a function of these two alone, as it is
-            asked about each position that a draft may decide, also of drafts that do not stand. The text keeps the law of what it
-            returns. It is called on the host, row by row; drafters do not know of it.
+            asked about each position that a draft may decide, also of drafts that do not stand, though never behind a token that it
+            has ruled out by -inf. The text keeps the law of what it returns. It is called on the host, row by row; drafters do not
+            know of it.
 
     Raises:
         ValueError: naming the field, the value and the rule.

@@ -9,7 +9,8 @@ from .state import BatchState
 def process_logits(logits: Tensor, state: BatchState, drafts: Tensor) -> Tensor:
     """Every row that a round may decide by, given to its request's processor with the text before it.
 
-    On the host, row by row; where the state is on a GPU, this waits for it.
+    On the host, row by row; where the state is on a GPU, this waits for it. A processor never sees a text with a token that it has
+    ruled out itself, by -inf.
 
     Args:
         logits: [B, K+1, V] floating; in float32 and float64 they are changed in place.
@@ -38,4 +39,6 @@ def process_logits(logits: Tensor, state: BatchState, drafts: Tensor) -> Tensor:
                     f"logits_processor must return a tensor of shape [1, V] = [1, {logits.shape[2]}], got {got}"
                 )
             logits[row, column] = scores[0]
+            if column < count and scores[0, drafted[row][column]] == -torch.inf:
+                break  # no rule lets this draft stand, and a processor need not know what to do behind it
     return logits

@@ -120,6 +120,37 @@ def test_log_probabilities_are_those_of_the_processed_logits(target: PreTrainedM
         assert logprob == pytest.approx(expected.item(), abs=1e-5)
 
 
+class Grammar:
+    """Only odd tokens after even ones, and the other way round. It knows no other texts."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.length = len(prompt)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        new = input_ids[0, self.length :]
+        assert ((new[1:] + new[:-1]) % 2 == 1).all()
+        if len(new):
+            scores[:, torch.arange(VOCAB) % 2 == new[-1] % 2] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("rule", [None, *RULES])  # None: greedy
+def test_a_text_that_it_rules_out_is_not_shown_to_it(target: PreTrainedModel, rule: str | None) -> None:
+    prompts = random_prompts(4, seed=8, vocab_size=VOCAB)
+    params = [
+        engine.SamplingParams(
+            temperature=0.9 * (rule is not None), max_new_tokens=NEW, ignore_eos=True, logits_processor=Grammar(prompt)
+        )
+        for prompt in prompts
+    ]
+    llm = engine.load(target, perturbed(target, 0.05), num_draft_tokens=4, verification=rule or "rejection")
+    outputs = llm.generate(prompts, params)
+    assert all(len(output.token_ids) == NEW for output in outputs) and llm.stats.accepted_tokens > 5
+    if rule is None:
+        plain = engine.load(target, None).generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+
+
 def test_what_it_does_to_its_arguments_is_its_own_affair(target: PreTrainedModel) -> None:
     def spoils(input_ids: Tensor, scores: Tensor) -> Tensor:
         result = scores.clone()
