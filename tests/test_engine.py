@@ -170,6 +170,19 @@ def test_without_a_seed_requests_differ_and_no_global_generator_moves(target: Pr
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_seed_0_is_a_seed(target: PreTrainedModel) -> None:
+    params = engine.SamplingParams(temperature=1.5, seed=0, max_new_tokens=16)
+    one, other = engine.load(target).generate([[5, 6]] * 2, params)
+    assert one.token_ids == other.token_ids
+
+
+@pytest.mark.parametrize("alone", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_each_filter_by_itself(target: PreTrainedModel, alone: dict[str, Any]) -> None:
+    """At its harshest it leaves the likeliest token alone."""
+    params = engine.SamplingParams(temperature=1.5, seed=1, max_new_tokens=12, **alone)
+    assert engine.load(target).generate([3, 4, 5], params).token_ids == greedy(target, [3, 4, 5], 12)
+
+
 def test_single_prompts_and_lists(target: PreTrainedModel) -> None:
     llm = engine.load(target, tokenizer=TOKENIZER)
     params = engine.SamplingParams(max_new_tokens=4)
@@ -712,10 +725,13 @@ _DRAFTS = torch.ones(1, 2, dtype=torch.int64)
         (engine.Proposal(_DRAFTS.float()), r"tokens .* int64 on cpu, got torch.float32 of shape \[1, 2\]"),
         (engine.Proposal(_DRAFTS[0]), r"tokens \[B, K\] int64 .*shape \[2\]"),
         (engine.Proposal(_DRAFTS.expand(2, 2)), r"tokens \[B, K\] with B = 1, got \[2, 2\]"),
-        (engine.Proposal(_DRAFTS + VOCAB), f"tokens below {VOCAB}, the size of .* got {VOCAB + 1}"),
+        (engine.Proposal(_DRAFTS * VOCAB), f"tokens below {VOCAB}, the size of .* got {VOCAB}"),
         (engine.Proposal(_DRAFTS, logits=torch.zeros(1, 1, VOCAB)), r"logits \[B, K, V\] .* \[1, 2\]"),
         (engine.Proposal(_DRAFTS, confidence=torch.zeros(2)), r"confidence \[B, K\] of floats"),
-        (engine.Proposal(_DRAFTS, confidence=torch.ones(1, 2)), r"confidence in \[0, 1\)"),
+        *(
+            (engine.Proposal(_DRAFTS, confidence=torch.tensor([[0.5, sure]])), r"confidence in \[0, 1\)")
+            for sure in (1.0, -0.1, torch.nan)
+        ),
         (engine.Proposal(_DRAFTS, stats=(1, 2)), "stats that are RowStats"),
         (
             engine.Proposal(_DRAFTS, torch.zeros(1, 2, VOCAB), row_stats(torch.zeros(1, 1, VOCAB))),
@@ -732,6 +748,16 @@ def test_a_proposal_that_is_none(target: PreTrainedModel, proposal: object, rule
     assert llm.generate([3, 4, 5], _params(4)).token_ids == greedy(target, [3, 4, 5], 4)
 
 
+def test_a_hole_in_a_proposal_ends_it(target: PreTrainedModel) -> None:
+    """Drafts behind it have no tokens before them that they could follow."""
+    prompt, text = [3, 4, 5], greedy(target, [3, 4, 5], 9)
+    drafts = torch.tensor([[text[0], -1, *text[2:4]]])
+    llm = engine.load(target, drafter=Proposing(engine.Proposal(drafts)), num_draft_tokens=4)
+    output = llm.generate(prompt, _params(9))
+    assert output.token_ids == text
+    assert output.stats.rounds_with(1, 0) > 0 == output.stats.rounds_with(2, 0)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("once"), KeyboardInterrupt()])
 def test_a_round_that_fails_harms_no_later_one(target: PreTrainedModel, error: BaseException) -> None:
     drafter = Proposing(engine.Proposal(_DRAFTS))
@@ -744,6 +770,7 @@ def test_a_round_that_fails_harms_no_later_one(target: PreTrainedModel, error: B
     with pytest.raises(type(error)):
         llm.generate([3, 4, 5], _params(4))
     hook.remove()
+    assert not llm._server._state.active.any()
     assert llm.generate([3, 4, 5], _params(4)).token_ids == greedy(target, [3, 4, 5], 4)
 
 
