@@ -1,11 +1,14 @@
-"""Streams of text: bytes that are no text, many stop strings."""
+"""Streams of text: bytes that are no text, spaces between words, stop strings."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from test_drafters_vocabulary import sentencepiece_like
 from tiny_tokenizer import EOS, byte_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from engine.detokenize import TextStream, decode, whole_text
 
@@ -26,12 +29,14 @@ class Counted:
         return self.inner.decode(ids, **options)
 
 
-def streamed(tokenizer: Any, ids: list[int]) -> list[str]:
+def streamed(tokenizer: Any, ids: list[int], stop: Sequence[str] = ()) -> list[str]:
     """What a stream shows with each token."""
-    stream, shown = TextStream(tokenizer, ()), []
+    stream, shown = TextStream(tokenizer, stop), []
     for token in ids:
-        stream.push(token, drafted=False)
+        stopped = stream.push(token, drafted=False)
         shown.append("".join(span.text for span in stream.take(last=False)))
+        if stopped:
+            break
     stream.finish()
     shown.append("".join(span.text for span in stream.take(last=True)))
     assert "".join(shown) == stream.text
@@ -92,6 +97,39 @@ def test_special_tokens_within_a_character() -> None:
     tokenizer = Counted(byte_tokenizer())
     ids = [token for byte in "🙂".encode() for token in [byte, *[EOS] * 200]]
     assert "".join(streamed(tokenizer, ids)) == "🙂" == decode(tokenizer.inner, ids) and tokenizer.most < 10
+
+
+def test_spaces_between_words_are_kept() -> None:
+    """SentencePiece's own decoder drops that of the first token that it is given."""
+    words = ["<unk>", "▁one", "▁two", "s"]
+    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    inner.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    ids = [1, 2, 3, 1]
+    assert "".join(streamed(tokenizer, ids)) == decode(tokenizer, ids) == "one twos one"
+
+
+@pytest.mark.parametrize("stop", [["ne", "one"], ["one", "ne"]])
+def test_the_first_stop_string_in_the_text_ends_it(stop: list[str]) -> None:
+    """Not the first of the list, where one token completes several."""
+    assert "".join(streamed(byte_tokenizer(), list(b"say one."), stop)) == "say "
+
+
+def test_a_stop_string_is_cut_from_spans_too() -> None:
+    stream = TextStream(byte_tokenizer(), ["bc"])
+    for token in b"abc":
+        stream.push(token, drafted=token == ord("b"))
+    assert [(span.text, span.drafted) for span in stream.take(last=True)] == [("a", False)]
+
+
+def test_nothing_behind_a_stop_string_comes_back_at_the_end() -> None:
+    """Of a token with text before the stop string, and half a character behind it."""
+
+    class Pieces:
+        def decode(self, ids: list[int], **options: Any) -> str:
+            return b"".join((b"ab", b"c END\xe6", b"\x97\xa5")[i] for i in ids).decode(errors="replace")
+
+    assert streamed(Pieces(), [0, 1, 2], [" END"]) == ["ab", "c", ""]
 
 
 def test_a_stop_string_of_replacement_characters() -> None:
