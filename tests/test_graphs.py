@@ -177,6 +177,19 @@ def test_sampled_tokens_too(penalty: float) -> None:
     assert graphs.replays > 10
 
 
+def test_no_graph_is_replayed_for_other_parameters() -> None:
+    """One without filters or a penalty does not know those of the rows that come after it."""
+    target, prompt = tiny("llama"), [3, 4, 5, 3, 4]
+    llm, eager = engine.load(target, num_draft_tokens=2), engine.load(target, num_draft_tokens=2)
+    graphs = with_graphs(llm, late=False)
+    settings: list[dict[str, Any]] = [{}, dict(repetition_penalty=1.7), dict(top_k=2), dict(logprobs=True), {}]
+    for setting in settings:
+        params = engine.SamplingParams(temperature=1.2, seed=3, max_new_tokens=20, **setting)
+        actual, expected = llm.generate(prompt, params), eager.generate(prompt, params)
+        assert actual.token_ids == expected.token_ids and actual.logprobs == pytest.approx(expected.logprobs)
+    assert graphs.replays > 20
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_logits_processor_is_not_captured(late: bool) -> None:
     """Rounds with one are verified eagerly, and all others as before."""

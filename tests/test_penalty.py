@@ -89,6 +89,17 @@ def test_greedy_text_is_that_of_transformers(target: PreTrainedModel, drafter: s
     assert [output.token_ids for output in off] != expected
 
 
+def test_tokens_that_the_host_has_not_read_yet_have_it_too() -> None:
+    """Results are read a round late where the device runs apart from the host."""
+    target, prompts = tiny("llama", max_position_embeddings=128), random_prompts(5)
+    target.generation_config.repetition_penalty = 1.5
+    llm = engine.load(target, drafter=perturbed(target, 0.02), num_draft_tokens=4, max_batch_size=2)
+    llm._server._late = True
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=40))
+    assert [output.token_ids for output in outputs] == [greedy(target, prompt, 40) for prompt in prompts]
+    assert llm.stats.accepted_tokens > 20
+
+
 @pytest.mark.parametrize("filters", [{}, dict(top_k=20, top_p=0.9)])
 def test_sampled_text_is_the_same_with_drafts_under_coupled(target: PreTrainedModel, filters: dict) -> None:
     prompts = random_prompts(4, seed=4, vocab_size=VOCAB)
