@@ -19,7 +19,7 @@ from stand_ins import fake_flashinfer, fake_vllm_fused, fake_vllm_v1, module
 from bench import bench_kernels, measure, timing
 from bench.cases import Case, all_cases, check_emitted, check_ours, make_inputs, our_call
 from bench.conftest import quantile_lines
-from bench.goals import GOALS, Results
+from bench.goals import GOALS, Goal, Results
 from bench.measure import Contest, Record, contest, ratio_to, ratios
 from bench.peers import PEERS, FlashInfer, FlashInferGivenDraft, Peer, Textbook, Transformers, VllmFused, VllmV1
 from bench.steps import CPU_VOCAB_SIZES
@@ -328,6 +328,22 @@ def test_a_copy_that_cannot_be_captured_loses_no_contest(monkeypatch: pytest.Mon
     assert [(r.name, r.error) for r in run.failed] == [(f"copy {SMALL.bytes_moved}", "RuntimeError: out of luck")]
 
 
+@pytest.mark.parametrize("at_most", [False, True])
+def test_a_goal_is_met_at_its_limit_and_on_one_side_of_it(at_most: bool) -> None:
+    def met(measured: float) -> bool:
+        return Goal("waits", 2, "waits", lambda results: measured, at_most).outcome(Results([], {}), "GPU")["met"]
+
+    assert [met(measured) for measured in (1.9, 2, 2.1)] == [at_most, True, not at_most]
+
+
+def test_a_goal_of_a_cpu_is_for_the_worst_shape() -> None:
+    times = {("full", "a"): 10.0, ("transformers", "a"): 50.0, ("full", "b"): 10.0, ("transformers", "b"): 20.0}
+    records = [Record(name, "eager", shape, 8, median=median) for (name, shape), median in times.items()]
+    goals = [goal.outcome(Results(records, {}), gpu=None) for goal in GOALS]
+    (found,) = [goal for goal in goals if goal["name"] == "transformers' time to ours, B=8, lowest over V"]
+    assert (found["measured"], found["met"]) == (2.0, False)
+
+
 def test_goals() -> None:
     def record(name: str, batch: int, median: float, mode: str = "graph", **more: Any) -> Record:
         return Record(name, mode, f"B={batch} K=4 V=151936 bf16", batch, median=median, **more)
@@ -336,7 +352,7 @@ def test_goals() -> None:
         record("one-hot", 64, 27.0, gb_per_s=3000.0, copy_gb_per_s=4000.0),
         record("full", 64, 35.0),
         record("full", 64, 70.0, mode="eager"),
-        record("block", 64, 70.0),
+        record("block", 64, 63.0),
         record("flashinfer", 64, 350.0, mode="eager"),
         record("full, no draft stats", 64, 50.0),
         record("full", 1, 9.0),
@@ -350,7 +366,8 @@ def test_goals() -> None:
     }
     end_to_end = {
         "ragged attention": attention, "host time": host,
-        "plain decoding": {"8B": {"share_of_copy_bandwidth": 0.7}}, '"auto" against plain': {"lowest_all_runs": 0.99},
+        "plain decoding": {"1B": {"ratio": 2.5}, "8B": {"share_of_copy_bandwidth": 0.7, "ratio": 1.1}},
+        '"auto" against plain': {"lowest_all_runs": 0.99},
     }  # fmt: skip
     results = Results(records, end_to_end)
     goals = [goal.outcome(results, "NVIDIA H200") for goal in GOALS]
@@ -358,7 +375,7 @@ def test_goals() -> None:
     assert met["one-hot, B=64"] == (27.0, True)
     assert met["one-hot, B=64, of copy bandwidth"] == (0.75, False)
     assert met["rejection with full q, B=64"] == (35.0, False)
-    assert met["block against rejection, B=64"] == (2.0, True)
+    assert met["block against rejection, B=64"] == (1.8, True)
     flashinfer = "faster than FlashInfer, softmax of both and chain, ours without draft stats, B=64"
     assert met[flashinfer] == (7.0, False)
     assert met["faster than transformers, B=1"] == (pytest.approx(100 / 9), False)
@@ -366,7 +383,8 @@ def test_goals() -> None:
     assert met["ragged attention, B=16 L=8192 W=6, of copy bandwidth"] == (0.85, True)
     assert met["ragged attention, B=16 L=8192 W=6, masked SDPA's time to ours"] == (None, None)  # it failed
     assert met["plain decoding, 8B, B=1, after 513 tokens, of copy bandwidth"] == (0.7, False)
-    assert met["plain decoding, 1B, B=1, to eager `generate`"] == (None, None)
+    assert met["plain decoding, 1B, B=1, to eager `generate`"] == (2.5, True)
+    assert met["synthetic acceptance 0.8, K=5, B=1, speedup to theory's"] == (None, None)
     assert met["waits inside rounds, n-gram"] == (0, True) and met["waits inside rounds, draft model"] == (2, False)
     assert [outcome for name, outcome in met.items() if name.startswith('"auto"')] == [(0.99, True)]
     assert all(goal.outcome(results, None)["met"] is None for goal in GOALS if goal.needs_gpu)

@@ -16,8 +16,9 @@ from tiny_models import greedy, random_prompts, tiny
 import engine
 from bench.throughput.compare import Comparer, log_prob_gap
 from bench.throughput.methods import Row, up_to_end
-from bench.throughput.summary import summarize
+from bench.throughput.summary import CallFigures, Summary, summarize
 from bench.throughput.synthetic import SyntheticDrafter
+from bench.throughput.table import cost_ratio
 from bench.throughput.theory import expected_acceptance, expected_speedup, expected_tokens, fitted_acceptance
 
 # fixtures
@@ -112,6 +113,32 @@ def test_differences_and_gaps() -> None:
     assert log_prob_gap(model, prompt, 4, 4) == 0
     short = comparer.difference(prompt, plain[:3], plain)
     assert short is not None and (short.position, short.token, short.log_prob_gap) == (3, None, None)
+
+
+def test_figures_of_a_method() -> None:
+    """Those that table.md shows, of two calls of two rows each."""
+
+    def call(
+        seconds: float, prefill: float, draft: float, *rows: tuple[int, int, int, int, list[float]]
+    ) -> CallFigures:
+        names = ("new_tokens", "rounds", "draft_tokens", "accepted_tokens", "acceptance_per_position")
+        times = {"draft_seconds": draft, "verify_seconds": 3.0, "overhead_seconds": 1.0, "contest": {"batch_size": 2}}
+        of_rows: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) | times for row in rows]
+        return CallFigures("a", seconds, sum(row[0] for row in rows), prefill, 2, of_rows)
+
+    calls = [
+        call(10.0, 2.0, 4.0, (12, 8, 16, 4, [0.5, 0.0]), (10, 2, 8, 8, [1.0])),
+        call(5.0, 1.0, 2.0, (6, 4, 4, 3, [0.5]), (4, 4, 0, 0, [])),
+    ]
+    found = Summary("ours ngram K=2", "all", False, 2, "ngram", calls)
+    assert found.tokens_per_second == 32 / 15
+    assert found.decode_tokens_per_second == (32 - 2 * 2) / (15 - 3)
+    assert found.prefill_seconds == 1.5
+    assert found.acceptance == 15 / 28
+    assert found.block_efficiency == 32 / 18
+    assert found.acceptance_per_position == [pytest.approx((4 + 2 + 2) / (8 + 2 + 4)), 0.0]
+    assert found.parts_per_round() == {"draft": 0.5, "verify": (3 / 8 + 3 / 4) / 2, "overhead": (1 / 8 + 1 / 4) / 2}
+    assert cost_ratio(found, {"draft": 0.0, "verify": 2.0, "overhead": 0.5}) == 0.5 / 2 / 2.5
 
 
 def test_ratios_to_our_plain_are_call_by_call() -> None:
