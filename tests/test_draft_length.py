@@ -8,7 +8,7 @@ from tiny_models import greedy, perturbed, random_prompts, tiny
 
 import engine
 from engine.draft_length import AdaptiveLength
-from engine.estimates import Acceptance, Costs, Payoff
+from engine.estimates import Acceptance, Costs, Experience, Payoff
 from engine.state import Proposal
 
 
@@ -58,21 +58,63 @@ def test_never_much_slower_than_plain_and_back_when_acceptance_is() -> None:
     assert before > 1.05 and after > 0.9 * best_rate(0.95, 0.2, 0.4)
 
 
-def test_what_drafting_costs_is_expected_of_other_numbers_of_rows() -> None:
+def begun(lengths: AdaptiveLength, num_rows: int, rounds: int = 3) -> list[int]:
+    """Rows of new texts, for which it is known what plain decoding costs, after so many rounds."""
+    rows = list(range(num_rows))
+    for row in rows:
+        lengths.begin(row)
+    for _ in range(rounds):
+        lengths.observe_times(num_rows, 0, 0, 0.0, 1.0)
+    return rows
+
+
+def round_of_good_drafts(lengths: AdaptiveLength, rows: list[int]) -> int:
+    """They all stand, and cost next to nothing; how many of each row."""
+    asked = lengths.choose(rows, room=100)
+    for row in rows:
+        lengths.observe(row, [7] * (asked + 1), asked, asked, asked)
+    lengths.observe_times(len(rows), asked, asked, 0.01 * asked, 1 + 0.01 * asked)
+    return asked
+
+
+@pytest.mark.parametrize(("num_rows", "plain"), [(1, 1), (4, 3)])
+def test_first_rounds_are_plain(num_rows: int, plain: int) -> None:
+    """What drafting is measured by has to be known, and well where it gains less."""
+    lengths = AdaptiveLength()
+    rows = begun(lengths, num_rows, rounds=0)
+    asked = [round_of_good_drafts(lengths, rows) for _ in range(5)]
+    assert not any(asked[:plain]) and all(asked[plain:])
+
+
+@pytest.mark.parametrize(("num_rows", "plain"), [(1, 0), (4, 3)])
+def test_rounds_of_several_rows_are_plain_again_now_and_then(num_rows: int, plain: int) -> None:
+    lengths = AdaptiveLength()
+    rows = begun(lengths, num_rows)
+    assert [round_of_good_drafts(lengths, rows) for _ in range(100)].count(0) == plain
+
+
+@pytest.mark.parametrize(("draft", "column", "expected"), [(0.01, 0.01, 1), (1.2, 0.01, 0), (0.01, 1.2, 0)])
+def test_what_drafting_costs_is_expected_of_other_numbers_of_rows(draft: float, column: float, expected: int) -> None:
     """Rows end one by one: every number of them is new, and nothing would be learned about it before it is over."""
     lengths = AdaptiveLength()
-    for row in range(16):
-        lengths.begin(row)
-    asked = []
-    for num_rows in range(16, 0, -1):
-        for _ in range(4):
-            k = lengths.choose(list(range(num_rows)), room=100)
-            asked.append(k)
-            for row in range(num_rows):
-                accepted = min(k, int(row % 2 == 0))  # one draft in every other row
-                lengths.observe(row, [7] * (accepted + 1), accepted, k, k)
-            lengths.observe_times(num_rows, k, k, 0.5 * k, 1 + 0.5 * k)
-    assert sum(asked[32:-4]) <= 3  # of 28 rounds, at 1.5 tokens for the time of 2
+    rows = begun(lengths, 8)
+    for row in rows:
+        for _ in range(40):
+            lengths.observe(row, [7, 8], 1, 2, 2)  # of two drafts, the first stands
+    for k in (0, 2, 4) * 20:
+        lengths.observe_times(8, k, k, draft * k, 1 + column * k)
+    for _ in range(3):
+        lengths.observe_times(7, 0, 0, 0.0, 1.0)
+    assert lengths.choose(rows[:7], room=100) == expected
+
+
+def test_what_stands_at_a_position_is_expected_to_stand_at_the_next() -> None:
+    lengths = AdaptiveLength()
+    rows = begun(lengths, 1)
+    for _ in range(60):
+        lengths.observe(0, [7, 7], 1, 1, 1)
+        lengths.observe_times(1, 1, 1, 0.01, 1.05)
+    assert lengths.choose(rows, room=100) == 15
 
 
 def test_rounds_that_set_something_up_say_nothing() -> None:
@@ -234,6 +276,43 @@ def test_where_nobody_waits_the_row_that_ends_last_decides() -> None:
     assert choose([10] + [90] * 5) >= 3  # it will not be the last
 
 
+def test_without_padding_the_row_that_ends_last_gets_more() -> None:
+    """Of rows whose drafts stand equally often."""
+    lengths = AdaptiveLength(skips_padding=True)
+    rows = begun(lengths, 2)
+    for asked in (0, 3) * 20:
+        for row in rows:
+            accepted = min(asked, 2)
+            lengths.observe(row, [7] * (accepted + 1), accepted, asked, asked)
+        lengths.observe_times(2, asked, 2 * asked, 0.01 * asked, 1 + 0.1 * asked)
+
+    def counts(remaining: list[int] | None) -> list[int]:
+        proposal = Proposal(torch.full((2, lengths.choose(rows, room=100, remaining=remaining)), 7))
+        return (lengths.trim(proposal, rows).tokens >= 0).sum(dim=1).tolist()
+
+    assert counts(None)[0] == counts(None)[1] > 0
+    assert counts([9, 90])[0] < counts([9, 90])[1]
+
+
+def test_what_remains_is_told_once_nobody_waits() -> None:
+    """Neither for a slot nor for the rest of a prompt to be read."""
+    llm = engine.load(tiny("llama", max_position_embeddings=2**13), num_draft_tokens=2, max_batch_size=2)
+    told: list[tuple[int, list[int] | None]] = []
+
+    def choose(rows: list[int], room: int, ends_early: bool, remaining: list[int] | None) -> int:
+        told.append((len(rows), remaining))
+        return min(2, room)
+
+    llm._server._lengths.choose = choose  # type: ignore[method-assign,assignment]
+    params = [engine.SamplingParams(max_new_tokens=count) for count in (60, 2, 9)]
+    llm.generate([[5, 6], [7, 8], [9] * 6000], params)
+    first = next(i for i, (_, remaining) in enumerate(told) if remaining is not None)
+    assert told[0] == (2, None) and (1, None) in told[:first]  # the third one waits, then it is being read
+    num_rows, remaining = told[first]
+    assert num_rows == 2 and remaining is not None and 0 < remaining[0] < 60 and remaining[1] == 9
+    assert all(remaining is not None for _, remaining in told[first:])
+
+
 def rows_of_two_kinds(lengths: AdaptiveLength, confidence: bool) -> Proposal:
     """Drafts of rows 0 and 2 always stand and those of rows 1 and 3 never do; what is left of the last ones, [4, 4]."""
     rows = [0, 1, 2, 3]
@@ -260,6 +339,46 @@ def test_without_padding_each_row_has_a_number_of_its_own(confidence: bool) -> N
     tokens = rows_of_two_kinds(AdaptiveLength(skips_padding=True), confidence).tokens
     assert (tokens[::2] >= 0).all() and tokens.shape[1] >= 3
     assert (tokens[1::2] < 0).all()
+
+
+def test_a_row_that_was_given_fewer_than_asked_has_not_failed_behind_them() -> None:
+    lengths = AdaptiveLength(skips_padding=True)
+    rows = begun(lengths, 2)
+
+    def round() -> float:
+        """What is then expected of the first row's second draft."""
+        lengths._most = {0: 1, 1: 3}  # as `choose` may have decided
+        for row in rows:
+            stood = lengths._most[row]
+            lengths.observe(row, [7] * stood + [8], stood, stood, 3)
+        return lengths._by_position.chances(0, [1], prior=0.6)[0]
+
+    assert 0.6 < round() <= round()
+
+
+def test_a_new_text_in_a_slot_has_no_experience_of_its_own() -> None:
+    """All rows' counts until it has, and looking for drafts is given up as briefly as at first."""
+    lengths = AdaptiveLength(skips_padding=True)
+    rows, drafts = begun(lengths, 2), Proposal(torch.full((2, 3), 7), confidence=torch.full((2, 3), 0.5))
+    for _ in range(60):
+        lengths.trim(drafts, rows)
+        lengths.observe(0, [8], 0, 3, 3)
+        lengths.observe(1, [7, 7, 7, 7], 3, 3, 3)
+    while lengths._payoff._length < 64:
+        lengths._payoff.add(plain_seconds=0.5, seconds=1.0)
+    assert lengths._by_confidence.chances(0, [8])[0] < 0.2
+    lengths.begin(0)
+    assert lengths._by_confidence.chances(0, [8])[0] > 0.4
+    assert 1 <= sum(lengths._payoff.rests() for _ in range(1000)) <= 16
+
+
+def test_a_new_text_begins_with_all_rows_experience() -> None:
+    found = Experience()
+    found.begin(0)
+    for _ in range(200):
+        found.add(0, [5], [True])
+    found.begin(1)
+    assert found.chances(1, [5], prior=0.3)[0] > 0.9
 
 
 def test_plain_calls_of_a_bad_moment_do_not_make_drafts_look_free() -> None:
