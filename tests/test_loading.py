@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 import engine
 from engine import gguf as conversion
-from engine.generation_config import eos_token_ids
+from engine.generation_config import eos_token_ids, warn_of_not_applied
 
 PARAMS = engine.SamplingParams(max_new_tokens=6)
 
@@ -330,6 +331,21 @@ def test_settings_that_are_not_applied_are_named(folder: Path, caplog: pytest.Lo
     message = record.getMessage()
     assert "the target's generation_config.json" in message
     assert message.endswith(": num_beams=4, bad_words_ids=[[5], [5], [5], [5], [5], [5], ...]")
+
+
+OFF = dict(typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, guidance_scale=1.0, encoder_repetition_penalty=1.0)
+OFF |= dict(min_length=0, encoder_no_repeat_ngram_size=0, bad_words_ids=None, token_healing=False)
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_a_setting_is_named_unless_it_is_off(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By the word of checkpoints that were saved with the defaults of older releases of transformers."""
+    model: Any = SimpleNamespace(generation_config=SimpleNamespace(**OFF))
+    warn_of_not_applied(model)
+    assert not caplog.text
+    setattr(model.generation_config, name, 0.5)
+    warn_of_not_applied(model)
+    assert caplog.records[-1].getMessage().endswith(f": {name}=0.5")
 
 
 def test_damaged_tokenizer(folder: Path) -> None:

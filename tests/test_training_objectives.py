@@ -15,6 +15,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from engine.drafters import EagleDrafter, MedusaDrafter, MlpSpeculatorDrafter
 from engine.drafters.eagle_model import EagleModel
+from engine.training import objectives
 from engine.training.answers import Answer
 from engine.training.batches import Batch, batches, collate
 from engine.training.eagle3 import Eagle3Training, Unroll, head_config
@@ -274,6 +275,27 @@ def test_loss_of_a_draft_model() -> None:
     torch.testing.assert_close(loss, entropy)
     first = DraftModelTraining(target, 1).head
     assert torch.equal(first.model.layers[0].mlp.up_proj.weight, target.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_draft_models_layers_are_evenly_spread() -> None:
+    """They and the last norm are trained; embeddings and head stay the target's."""
+    target = tiny("llama", dtype=torch.float32, num_hidden_layers=5)
+    head = DraftModelTraining(target, 3).head
+    for mine, theirs in enumerate((0, 2, 4)):
+        weight = target.model.layers[theirs].mlp.up_proj.weight
+        assert torch.equal(head.model.layers[mine].mlp.up_proj.weight, weight)
+    trained = {name.split(".")[1] for name, parameter in head.named_parameters() if parameter.requires_grad}
+    assert trained == {"layers", "norm"}
+
+
+def test_chains_of_a_large_batch_are_spread_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of()
+    training, batch = MedusaTraining(target, 2), ragged_batch(target)
+    rows, starts = training._chains(batch)
+    monkeypatch.setattr(objectives, "MAX_CHAINS", 12)
+    some, begun = training._chains(batch)
+    assert len(rows) > len(some) == 12
+    assert (some[0], begun[0], some[-1], begun[-1]) == (rows[0], starts[0], rows[-1], starts[-1])
 
 
 def expected_drafts(target: PreTrainedModel, training: Any, text: list[int]) -> list[int]:
