@@ -112,7 +112,7 @@ class Costs:
     @property
     def slope(self) -> float:
         """What one more adds by now, as a share of size 0."""
-        return self._line(1) / max(self._line(0), 1e-9) - 1 if self._calls else self._slope
+        return self._per_size / max(self._line(0), 1e-9) if self._calls else self._slope
 
     def at(self, size: int) -> float:
         """Seconds expected; in units of size 0 before anything is known."""

@@ -461,3 +461,14 @@ def test_rounds_without_drafts_leave_no_gap_in_a_draft_models_cache() -> None:
 def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match="num_draft_tokens must be"):
         engine.load(tiny("llama"), num_draft_tokens=value)  # type: ignore[arg-type]
+
+
+def test_work_that_takes_no_time_at_all() -> None:
+    """As a clock of few ticks sees it."""
+    costs = Costs(0.3)
+    for size in (0, 2, 4) * 5:
+        costs.add(size, 0.0)
+    others = Costs(costs.slope)  # of another number of rows
+    for _ in range(3):
+        others.add(1, 0.0)
+    assert costs.slope == 0 and 0 < others.at(1) < 1e-6
