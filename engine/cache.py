@@ -149,9 +149,8 @@ class RaggedCache(Cache):
         self.num_slots, self.granularity, self.capacity = num_slots, granularity, 0
         self.plan: CallPlan  # set by plan_call
         self.whole_buffers = False  # attention reads the buffers itself
-        self._reached = np.zeros(
-            num_slots, dtype=np.int64
-        )  # of each slot: no call has reached further since it was taken
+        # Of each slot: no call has reached further since it was taken.
+        self._reached = np.zeros(num_slots, dtype=np.int64)
         self.ragged_layers = [RaggedLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.ragged_layers))
 

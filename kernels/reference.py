@@ -103,11 +103,9 @@ def verify(
     seed: Tensor,  # [B] int64
     position: Tensor,  # [B] int64, absolute position of the first drafted token
     method: str = "rejection",
-    logit_bias: Tensor
-    | None = None,  # [V], [B, V] or [B, K+1, V], packed [V], [B, 1, V] or [N, V], float; of p and q alike
+    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, K+1, V] float, of p and q alike; packed: see `ops.verify`
     token_mask: Tensor | None = None,  # likewise, bool
-    cu_num_logits: Tensor
-    | None = None,  # [B+1] int32 if they are packed: sequence b has the rows from cu[b] up to cu[b+1]
+    cu_num_logits: Tensor | None = None,  # [B+1] int32, where each sequence's rows begin in packed ones
     return_logprobs: bool = False,
     typical_epsilon: float = 0.09,
     typical_delta: float = 0.3,

@@ -106,10 +106,8 @@ def residual_kernel(
     if active:
         row = batch * width + column
         ids = tile_ids(tile, BLOCKS, BLOCK)
-        x, y = (
-            read_raw(rows, batch, column, ids),
-            read_raw(drafts, batch, column, ids),
-        )  # without NaN, or they would not be fit
+        # Without NaN, or they would not be fit.
+        x, y = read_raw(rows, batch, column, ids), read_raw(drafts, batch, column, ids)
         shifts = _shifts(row, row - batch, memory, draft_threshold, draft_lse, METHOD)
         log_p, ratio = residual_weights(x, y, shifts, inverse_temperature, FILTERED)
         mass = block_sum(tl.where(ratio < 1, tl.exp2(log_p) * (1 - ratio), 0.0))

@@ -60,10 +60,8 @@ class IntersectionDraftModel(DraftModel):
         self._counterparts = counterparts.clamp(min=0).to(device)  # those that are asked for are there
         self._width = int(shared.target_ids[-1]) + 1
         known = counterparts.tolist()
-        ours, theirs = (
-            self.tokenizer,
-            self.target_tokenizer,
-        )  # not self: in a cycle, K/V would stay until it is looked for
+        # Not self: in a cycle, K/V would stay until it is looked for.
+        ours, theirs = self.tokenizer, self.target_tokenizer
         self._own = OwnTexts(self.ragged, lambda: Translation(ours, theirs, known, size))
 
     def prefill(self, state: BatchState) -> None:

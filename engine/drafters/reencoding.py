@@ -57,10 +57,8 @@ class ReencodingDraftModel:
         self._to_target = shared.to_target(size).tolist()
         special = special_ids(self.target_tokenizer)
         known = [i if token in special else -1 for token, i in enumerate(shared.to_drafter(target.vocab_size).tolist())]
-        ours, theirs = (
-            self.tokenizer,
-            self.target_tokenizer,
-        )  # not self: in a cycle, K/V would stay until it is looked for
+        # Not self: in a cycle, K/V would stay until it is looked for.
+        ours, theirs = self.tokenizer, self.target_tokenizer
         self._own = OwnTexts(self._ragged, lambda: Translation(ours, theirs, known, size))
 
     def reserve(self, length: int) -> None:
