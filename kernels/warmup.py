@@ -89,10 +89,8 @@ def warmup(
             logits = torch.zeros(1, width, vocab_size, dtype=dtype, device=device)
             layout: dict[str, Any] = {}
             if packed:
-                logits, layout = (
-                    logits[0],
-                    dict(cu_num_logits=width * torch.arange(2, dtype=torch.int32, device=device)),
-                )
+                logits = logits[0]
+                layout = dict(cu_num_logits=torch.tensor([0, width], dtype=torch.int32, device=device))
             drafts = torch.zeros(1, width - 1, dtype=torch.int64, device=device)
             draft = torch.zeros(1, width - 1, draft_vocab_size or 1, dtype=dtype, device=device)
             for method in methods:

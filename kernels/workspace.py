@@ -1,8 +1,8 @@
 """Memory that the kernels use between their programs: counters of arrivals, and scratch.
 
 Both are allocated once per thread, device and stream, for the largest call so far: calls of one thread on one stream follow each
-other, launches of two threads on one stream may alternate, calls on two streams overlap. The kernels leave every counter at 0, so nothing is cleared
-between calls.
+other, launches of two threads on one stream may alternate, calls on two streams overlap. The kernels leave every counter at 0,
+so nothing is cleared between calls.
 
 While a CUDA graph is captured, memory must be the graph's own: the scratch comes from its pool, and the counters from a
 pool of zeros that was allocated before and is never handed out twice (`reserve`; `warmup` calls it, and so does whoever
