@@ -9,7 +9,8 @@ With p the target's and q the drafter's distribution, each from logits, temperat
 
 Launch 1 (verify_kernel) has one program per tile of a target row. Each reads its tile and leaves what its blocks come to
 (jit_rows.py). The last of a row searches for its threshold, if there are filters, and under `coupled` draws from it. The last of a
-sequence knows all its rows; it tests the drafts, and draws what comes next, in two levels, reading one block of logits again.
+sequence knows all its rows; it tests the drafts, and draws what comes next, in two levels, reading one block of logits again
+(jit_decide.py).
 
 One-hot drafts need no more: in the residual max(p - one-hot, 0) the draft's token is missing, so its row is read without
 it. Where q is a distribution, launch 2 (residual.py) reads the row of the first rejection and the draft's row beside it,
@@ -22,46 +23,25 @@ import triton.language as tl
 from torch import Tensor
 
 from .jit_bounds import leave_sample
-from .jit_draw import draw_in_two_levels, leave_kept_masses
+from .jit_decide import decide
 from .jit_groups import SEARCH_ROOM, leave_group_peaks
-from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
+from .jit_random import SAMPLE
 from .jit_rows import (
     BLOCK_HEAT,
-    ROW_LSE,
-    ROW_PENDING,
-    ROW_PREFIX,
-    ROW_THRESHOLD,
     arrive,
-    as_int,
     block_heat,
     blocks_at,
     leave_stats,
     load_temperature,
-    pick,
-    read_at,
     read_raw,
-    row_at,
     tile_ids,
     without_nan,
 )
-from .jit_verify import (
-    block_length,
-    draft_prefix,
-    fetch_rows,
-    fit_drafts,
-    from_blocks,
-    leave_row,
-    read_drafts,
-    store_verdict,
-)
+from .jit_verify import leave_row
 from .launch import is_filtered, is_simple, lanes, registers, row_arguments, shape_arguments, view, vocabulary_view
-from .records import RowStats, Status, Verdict
+from .records import RowStats, Verdict
 from .residual import residual_kernel
 from .row_stats import row_stats
-
-_NAN_TARGET = tl.constexpr(int(Status.NAN_TARGET))
-_EMPTY_TARGET = tl.constexpr(int(Status.EMPTY_TARGET))
-_EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 
 
 # On what is specialised, see row_stats_kernel.
@@ -133,13 +113,13 @@ def verify_kernel(
                 METHOD, FILTERED, MASSES, SHIFT, SAMPLE_SHIFT, NUM_BLOCKS, NUM_GROUPS, BLOCKS,
             )  # fmt: skip
             if arrive(counters + num_rows + batch, width):
-                _decide(
+                decide(
                     rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
                     METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, AT_ONCE, NUM_BLOCKS, BLOCKS, BLOCK,
                 )  # fmt: skip
     else:
         if arrive(counters + num_rows + batch, width * num_tiles):
-            _decide(
+            decide(
                 rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
                 METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, AT_ONCE, NUM_BLOCKS, BLOCKS, BLOCK,
             )  # fmt: skip
@@ -150,95 +130,6 @@ def _own_noise(seed, position, batch, column):
     """With which a row draws by itself."""
     first = tl.load(position + batch)
     return tl.load(seed + batch), first + column, tl.zeros_like(first), SAMPLE
-
-
-@triton.jit
-def _decide(
-    rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
-    METHOD: tl.constexpr, FILTERED: tl.constexpr, BY_ROW: tl.constexpr, LEAVE_OUT: tl.constexpr,
-    WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Test a sequence's drafts and emit its tokens; or leave to the second launch what needs the drafts' rows."""
-    draft_tokens, draft, draft_threshold, draft_lse, seed, position, inverse_temperature, greedy = sequence
-    seed, first = tl.load(seed + batch), tl.load(position + batch)
-    num_drafts = width - 1
-    column = tl.arange(0, WIDTH).to(tl.int64)
-    inside, row = column < width, batch * width + column
-    token = tl.load(draft_tokens + batch * num_drafts + column, mask=column < num_drafts, other=-1)
-
-    # The rows, and p and q of the drafted tokens. All is asked for before any of it is used.
-    if BY_ROW:
-        threshold, lse, own, entropy = fetch_rows(row, inside, memory)
-    x = read_at(rows, batch, column, token)
-    drafts = None
-    if draft_lse is not None:
-        drafts = read_drafts(token, draft, draft_threshold, draft_lse, batch, column, num_drafts)
-    if not BY_ROW:
-        x_left_out = tl.full([WIDTH], float("-inf"), tl.float32)
-        if LEAVE_OUT:
-            x_left_out = tl.where(greedy, x_left_out, x)
-        threshold, lse, own, entropy = from_blocks(
-            row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, WIDTH, AT_ONCE
-        )
-    p = tl.where((x >= threshold) & (x > float("-inf")), tl.exp(x * inverse_temperature - lse), 0.0)
-    fit, q, flags = fit_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy)
-
-    # How many drafts stand.
-    if METHOD == "coupled":
-        accepted = token == own
-    elif METHOD == "typical":
-        accepted = p > tl.minimum(typical_delta * tl.exp(-entropy), typical_epsilon)
-    else:
-        accepted = uniforms(seed, first + column, first, ACCEPT) * q < p
-    accepted = fit & tl.where(greedy, token == own, accepted)
-    count = tl.min(tl.where(accepted, num_drafts, column), axis=0)  # leading ones; lane K is never accepted
-    deferred = count < 0
-    if METHOD == "block":
-        length = tl.min(tl.where(fit, num_drafts, column), axis=0)
-        prefix = draft_prefix(p, q, column, num_drafts)
-        if draft_lse is None:
-            mass = prefix * (1 - p)  # of max(s p - one-hot, 0), which is s - s p(x)
-            count = tl.where(greedy, count, block_length(prefix, mass, length, seed, first, column))
-        else:
-            tl.store(row_at(memory, ROW_PREFIX, row), prefix, mask=inside)
-            deferred = (length > 0) & (not greedy)
-            count = tl.where(deferred, length, count)
-    here = column == count
-    rejected = (pick(fit.to(tl.int32), here) > 0) & (METHOD != "typical")
-    if draft_lse is not None:  # what launch 2 asks of this one
-        if METHOD == "rejection":
-            deferred = rejected & (not greedy)
-        tl.store(row_at(memory, ROW_LSE, row), lse, mask=inside)
-        tl.store(row_at(memory, ROW_THRESHOLD, row), threshold, mask=inside)
-        tl.store(as_int(row_at(memory, ROW_PENDING, batch * width)), tl.where(deferred, count, -1).to(tl.int32))
-
-    # What comes next.
-    row_lse = pick(lse, here)
-    flag = pick(flags, here) | tl.where(row_lse != row_lse, _NAN_TARGET, 0)
-    flag |= tl.where(row_lse == float("-inf"), _EMPTY_TARGET, 0)
-    valid = tl.abs(row_lse) < float("inf")
-    next_token = pick(own, here).to(tl.int64)
-    if METHOD != "coupled":
-        if valid & (not greedy) & (not deferred):
-            row_threshold = pick(threshold, here)
-            left_out = tl.where(rejected, pick(token, here), -1)
-            if FILTERED:
-                leave_kept_masses(
-                    rows, batch, count, batch * width + count, memory, row_threshold, left_out, inverse_temperature,
-                    NUM_BLOCKS, BLOCKS, BLOCK,
-                )  # fmt: skip
-            noise = (seed, first + count, tl.where(rejected, first, 0), tl.where(rejected, RESIDUAL, SAMPLE))
-            drawn, found = draw_in_two_levels(
-                rows, batch, count, batch * width + count, memory, row_threshold, left_out, inverse_temperature,
-                noise, NUM_BLOCKS, BLOCK,
-            )  # fmt: skip
-            # Where there is no other token than the rejected one, p is all on that.
-            next_token = tl.where(found, drawn.to(tl.int64), left_out)
-            flag |= tl.where(found, 0, _EMPTY_RESIDUAL)
-    store_verdict(
-        rows, batch, token, column, count, tl.where(valid, next_token, -1), flag, lse, inverse_temperature, outputs,
-        width,
-    )  # fmt: skip
 
 
 def verify(

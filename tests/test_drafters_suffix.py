@@ -247,7 +247,7 @@ def test_when_results_are_read_late(late: bool) -> None:
     llm._server._late = late
     prompts = random_prompts(7)
     eos = greedy(model, prompts[3], 20)[9]
-    llm._server._eos_token_ids = frozenset([eos])
+    llm._server._results._eos_token_ids = frozenset([eos])
     for prompt, output in zip(prompts, llm.generate(prompts, engine.SamplingParams(max_new_tokens=20)), strict=True):
         whole = greedy(model, prompt, 20)
         assert output.token_ids == whole[: whole.index(eos) + 1 if eos in whole else 20]

@@ -637,7 +637,7 @@ def test_without_graphs_the_round_is_read_late_or_not_alike() -> None:
     llm._server._late = True
     prompts = random_prompts(7)
     eos = greedy(target, prompts[3], 20)[9]
-    llm._server._eos_token_ids = frozenset([eos])
+    llm._server._results._eos_token_ids = frozenset([eos])
     outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=20))
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = greedy(target, prompt, 20)

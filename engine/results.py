@@ -1,0 +1,126 @@
+"""What a round came to: its packed result, read on the host and given to the requests whose rows it advanced."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backend import FATAL_STATUS, Status
+from .draft_length import FixedLength
+from .metrics import Stats
+from .parallel import Ranks
+from .round import Round, RowResult, unpack
+from .scheduler import Request
+from .state import BatchState
+
+logger = logging.getLogger(__name__)
+_FATAL, _INVALID_DRAFT = int(FATAL_STATUS), int(Status.INVALID_DRAFT)  # IntFlag is slow, and asked per row
+
+
+@dataclass
+class Launched:
+    """A round that is under way."""
+
+    packed: Tensor  # on the host, complete when `arrived` has passed
+    with_logprobs: bool
+    arrived: torch.cuda.Event | None
+    requests: dict[int, Request]  # by slot
+    first: int  # the slot of its first row
+    asked: int  # drafts
+    without_drafts: frozenset[int]  # slots for which they did not count
+    begin: float
+    late: bool  # the next one begins before this one is read
+    usual: bool  # took no longer for having set something up, or captured it
+    spans: Callable[[], list[float]]  # draft and verify seconds, once the result has arrived
+
+
+class Results:
+    """Reads rounds.
+
+    Args:
+        round_: that ran them.
+        state: a slot for each row.
+        eos_token_ids: that end a text.
+        stats: of the engine's life.
+        ranks: those that share the target.
+    """
+
+    def __init__(
+        self, round_: Round, state: BatchState, eos_token_ids: frozenset[int], stats: Stats, ranks: Ranks
+    ) -> None:
+        self._round, self._state, self._stats, self._ranks = round_, state, stats, ranks
+        self._eos_token_ids = eos_token_ids
+        self._warned = False  # of draft logits that are no distribution
+
+    def read(self, launched: Launched, lengths: FixedLength) -> list[tuple[Request, int]]:
+        """Give a round's tokens to its requests; each with how many are new. `lengths` learns from the round."""
+        if launched.arrived is not None:
+            launched.arrived.synchronize()
+        results = unpack(launched.packed, launched.with_logprobs)
+        draft_seconds, verify_seconds = launched.spans()
+        other_seconds = verify_seconds if launched.late else time.perf_counter() - launched.begin - draft_seconds
+        # Some may have ended in the round before, which had not been read when this one began.
+        going = [request for request in launched.requests.values() if not request.ended]
+        told = draft_seconds, other_seconds, float(launched.usual)
+        of_rows = [results[request.slot - launched.first] for request in going]
+        drafting, other, usual = self._ranks.end_round([result._replace(logprobs=None) for result in of_rows], told)
+        news = [self._collect(*each, launched, lengths) for each in zip(going, of_rows, strict=True)]
+        if self._round.target.skips_padding:
+            size = sum(result.num_proposed for result in of_rows)
+        else:
+            size = len(results[0].tokens) - 1
+        lengths.observe_times(len(launched.requests), launched.asked, size, drafting, other, bool(usual))
+        for stats in (self._stats, *(request.stats for request in going)):
+            stats.draft_seconds += draft_seconds
+            stats.verify_seconds += verify_seconds
+        return list(zip(going, news, strict=True))
+
+    def _collect(self, request: Request, result: RowResult, launched: Launched, lengths: FixedLength) -> int:
+        """Append a round's tokens to a request, up to the one that ends it; returns how many."""
+        tokens, accepted, proposed, status, logprobs = result
+        new_tokens = tokens[: accepted + 1]
+        if status & _FATAL:
+            slot, cache = request.slot, self._round.target.cache
+            if self._round.drafter is None or slot in launched.without_drafts:
+                cache.clear(slot, torch.zeros_like(self._state.seq_lens[slot]))
+                request.error = (
+                    f"the target returned logits that are no distribution ({Status(status).name}) for "
+                    f"prompts[{request.index}] at position {request.length}"
+                )
+                return 0
+            # Attention weighs the drafts behind a token with 0, but 0 * NaN is NaN: what a draft gives may have spoilt it, also one
+            # of an earlier round, or one that was not verified.
+            cache.clear(slot, self._state.seq_lens[slot])
+            self._state.without_drafts[slot] = request.without_drafts = True
+            new_tokens = tokens[:accepted]
+        if status & _INVALID_DRAFT and not self._warned:
+            self._warned = True
+            logger.warning("the drafter returned logits that are no distribution; its drafts are ignored there")
+        lengths.observe(request.slot, new_tokens, accepted, proposed, launched.asked)
+        before = len(request.token_ids)
+        for column, token in enumerate(new_tokens):
+            self._append(request, token, drafted=column < accepted)
+            if request.ended:
+                if request.text:
+                    request.text.finish()
+                    if request.text.stopped:  # by what was held back
+                        request.finish_reason = "stop"
+                break
+        new = len(request.token_ids) - before
+        if logprobs is not None and request.params.logprobs:
+            request.logprobs += logprobs[:new]
+        for stats in (request.stats, self._stats):
+            stats.add_round(proposed, accepted, new)
+        return new
+
+    def _append(self, request: Request, token: int, drafted: bool) -> None:
+        request.token_ids.append(token)
+        if token in self._eos_token_ids and not request.params.ignore_eos:
+            request.finish_reason = "eos"
+        elif token in request.stop_token_ids or (request.text and request.text.push(token, drafted)):
+            request.finish_reason = "stop"
+        elif request.length >= request.limit:
+            request.finish_reason = "length"
