@@ -17,7 +17,8 @@ from bench.out_file import check_out
 from bench.report import environment
 from bench.throughput.options import by_name
 from bench.throughput.prompts import OWN_PROMPTS, cut, read_prompts, render
-from engine.demo_prompts import find_model
+from engine.default_model import find_model
+from engine.drafters.base import stages_of
 from engine.heads import DEFAULT_DRAFTER
 
 HEAD = DEFAULT_DRAFTER.rpartition("+")[2]  # the packaged one
@@ -32,10 +33,10 @@ def measure(
         categories: of each prompt.
 
     Returns:
-        `acceptance`: for each position, the share of its drafts that stand, of those before which all stand;
+        `acceptance`: for each position, the share of its drafts that are accepted, of those before which all are;
         `block_efficiency`, `rounds` and `new_tokens` as `Stats` has them; `categories`: the block efficiency in each.
     """
-    for stage in getattr(llm.drafter, "stages", (llm.drafter,)):
+    for stage in stages_of(llm.drafter):
         if hasattr(stage, "min_reach"):
             stage.min_reach = 0.0
     outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=max_new_tokens), progress=True)

@@ -42,7 +42,7 @@ from bench.targets import (
     wait,
 )
 from bench.throughput.synthetic import SyntheticDrafter
-from bench.throughput.theory import expected_tokens
+from engine.metrics import expected_tokens
 
 ACCEPTANCE, K = 0.8, 5  # of the synthetic drafter
 # By device. The synthetic drafter's luck: in 3 x 1024 tokens, 1.8% of the block efficiency (one standard deviation).

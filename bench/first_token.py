@@ -37,10 +37,9 @@ def contenders(target: str | None, drafter: str | None) -> dict[str, Spec]:
         target: hub id, folder or GGUF file; None: the command line's own.
         drafter: None: the command line's own for this target.
     """
-    from engine.demo_prompts import find_model
-    from engine.heads import DEFAULT_DRAFTER
+    from engine.default_model import find_model, usual_drafter
 
-    drafter = drafter or (DEFAULT_DRAFTER if target is None else "ngram")
+    drafter = drafter or usual_drafter(target)
     target = target or find_model()
     path = Path(target).expanduser()
     is_gguf = path.is_file()

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import engine
 from bench import timing
-from engine.demo_prompts import ARTICLE, CODE, find_model
+from engine.default_model import find_model
+from engine.demo_prompts import ARTICLE, CODE
 from engine.gguf import converted
 
 REAL = "real weights (SmolLM2-135M-Instruct), real text"

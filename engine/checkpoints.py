@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from . import parallel
-from .hub import check_place, naming
+from .hub import existing_path, naming_errors
 from .packing import pack_linears
 from .support import check_config
 
@@ -114,7 +114,7 @@ def _check_source(source: Any, role: str) -> Path:
     """A folder or a GGUF file, or nothing that exists: a hub id then."""
     if not isinstance(source, str | Path) or not str(source):
         raise ValueError(f"{role} must be a hub id, a path or a PreTrainedModel, got {source!r}")
-    path = check_place(str(source), role)
+    path = existing_path(str(source), role)
     if path.is_file() and path.suffix.lower() != ".gguf":
         raise ValueError(f"{role} must be a GGUF file, a folder or a hub id, got the file {path}")
     if path.is_dir() and not (path / "config.json").is_file():
@@ -131,7 +131,7 @@ def read_config(location: str, role: str) -> PretrainedConfig:
         OSError: for a hub id that cannot be had.
     """
     try:
-        with naming(location, role):
+        with naming_errors(location, role):
             config: PretrainedConfig = AutoConfig.from_pretrained(location)
     except (ValueError, KeyError) as error:
         raise ValueError(f"{role} must be a checkpoint that transformers knows, got {location}: {error}") from error
@@ -155,11 +155,11 @@ def read_tokenizer(location: str, role: str) -> Any:
         FileNotFoundError: for a path that does not exist.
         OSError: for a hub id that cannot be had.
     """
-    path = check_place(location, role)
+    path = existing_path(location, role)
     if path.is_file():
         raise ValueError(f"{role} must be a folder or a hub id that has a tokenizer, got the file {path}")
     try:
-        with naming(location, role):
+        with naming_errors(location, role):
             return AutoTokenizer.from_pretrained(path if path.is_dir() else location)
     except (OSError, ImportError, MemoryError):
         raise

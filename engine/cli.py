@@ -103,15 +103,15 @@ def demo(
         raise ValueError("--drafter must be a drafter, which the demo compares with plain decoding, got 'none'")
     run(
         DemoOptions(
-            target,
-            _drafter(target, drafter),
-            _integer(num_draft_tokens),
-            exact,
-            max_new_tokens,
-            repeats,
-            dtype,
-            device,
-            as_json,
+            target=target,
+            drafter=_drafter(target, drafter),
+            num_draft_tokens=_integer(num_draft_tokens),
+            exact=exact,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            dtype=dtype,
+            device=device,
+            as_json=as_json,
         )
     )
 
@@ -155,9 +155,18 @@ def generate(
     if logprobs and not as_json:
         raise ValueError("--logprobs must be used with --json, which shows them")
     params = SamplingParams(
-        temperature, top_k, top_p, min_p, max_new_tokens, seed, stop or (), ignore_eos, stop_token_ids or (),
-        repetition_penalty, logprobs,
-    )  # fmt: skip
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+        stop_token_ids=stop_token_ids or (),
+        repetition_penalty=repetition_penalty,
+        logprobs=logprobs,
+    )
     texts = read_prompts(prompts or [], prompts_file)
     items: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
     llm = _load(
@@ -210,9 +219,16 @@ def chat(
     from .config import SamplingParams
 
     params = SamplingParams(
-        temperature, top_k, top_p, min_p, max_new_tokens, seed, stop or (), stop_token_ids=stop_token_ids or (),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stop=stop or (),
+        stop_token_ids=stop_token_ids or (),
         repetition_penalty=repetition_penalty,
-    )  # fmt: skip
+    )
     llm = _load(
         target,
         drafter=_drafter(target, drafter),
@@ -242,15 +258,15 @@ def _integer(text: str) -> Any:
 
 def _drafter(target: str | None, drafter: str | None) -> str:
     """What was asked for, or what suits the target."""
-    from .heads import DEFAULT_DRAFTER
+    from .default_model import usual_drafter
 
-    return drafter or (DEFAULT_DRAFTER if target is None else "ngram")
+    return drafter or usual_drafter(target)
 
 
 def _load(target: str | None, drafter: str, **settings: Any) -> "Engine":
     import engine
 
-    from .demo_prompts import find_model
+    from .default_model import find_model
     from .terminal import loading
 
     target = target or find_model()

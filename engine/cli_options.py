@@ -83,7 +83,12 @@ Exact = Annotated[
 MaxBatchSize = Annotated[int, _option("--max-batch-size", help="Prompts that decode together.", panel=MODEL)]
 MaxLength = Annotated[
     int | None,
-    _option("--max-length", help="Prompt and answer together.", panel=MODEL, show_default="the model's context"),
+    _option(
+        "--max-length",
+        help="Most tokens of prompt and answer together.",
+        panel=MODEL,
+        show_default="the model's context",
+    ),
 ]
 Dtype = Annotated[
     str,
@@ -96,7 +101,7 @@ Compile = Annotated[
     bool,
     _option(
         "--compile",
-        help="Compile the target first, on a CPU with a C++ compiler: a minute or two, later half of one.",
+        help="Compile the target first, on a CPU with a C++ compiler: one to two minutes, later half a minute.",
         panel=MODEL,
     ),
 ]

@@ -55,13 +55,13 @@ def train(
         int, _option("--batch-size", "Prompts that are answered together.", ANSWERS)
     ] = _DEFAULT.batch_size,
     validation_share: Annotated[
-        float, _option("--validation-share", "Of the prompts, the last ones; nothing is learned from them.")
+        float, _option("--validation-share", "Share of the prompts, from the end, that is held out.")
     ] = _DEFAULT.validation_share,
     draft_vocab_size: Annotated[
         int,
         _option(
             "--draft-vocab-size",
-            "eagle3: so many of the answers' most frequent tokens can be drafted; a head to start from that has an output matrix "
+            "eagle3: size of the draft vocabulary, the most frequent tokens of the answers; a head to start from that has an output matrix "
             "keeps its own tokens.",
         ),
     ] = _DEFAULT.draft_vocab_size,
@@ -115,7 +115,7 @@ def train(
         float | None,
         _option(
             "--max-disk-gb",
-            "GB of hidden states on the disk, at most: the target reads other texts again in each epoch.",
+            "Most GB of hidden states on disk; the target reads the remaining texts again in each epoch.",
             show_default="as many as there are",
         ),
     ] = None,
@@ -126,7 +126,7 @@ def train(
     The target answers the prompts and reads prompts and answers once more, for its hidden states; then the drafter learns.
     Stopped at any time, the same command goes on.
     """
-    from .demo_prompts import find_model
+    from .default_model import find_model
 
     texts = read_prompts([], prompts)
     chosen = TrainingOptions(

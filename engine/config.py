@@ -83,7 +83,7 @@ class SamplingParams:
     """How one prompt is continued.
 
     Attributes:
-        temperature: in [0, 3e38]; 0 is greedy, and so is anything below 1e-5, where logit / T would overflow in the end.
+        temperature: in [0, 3e38]; 0 is greedy, as is anything below 1e-5, where logit / T would eventually overflow.
         top_k: keep the k likeliest tokens; 0: off.
         top_p: keep the smallest set of likeliest tokens with at least this mass, in (0, 1]; 1: off.
         min_p: keep tokens with at least this share of the likeliest one's probability, in [0, 1]; 0: off.

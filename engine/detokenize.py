@@ -24,7 +24,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._stop = sorted(stop)  # those that begin alike are neighbours
+        self._stop = sorted(stop)  # for bisect: there may be thousands
         # Tokens are decoded in a window that begins with the last finished ones: some decoders treat a first token apart.
         self._ids: list[int] = []
         self._read = 0  # of its tokens, those that are finished

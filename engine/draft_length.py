@@ -231,7 +231,7 @@ class AdaptiveLength(FixedLength):
         return self._column_cost / num_rows if self._skips_padding else self._column_cost
 
     @staticmethod
-    def _costs(known: "dict[int, Costs]", num_rows: int, slope: float) -> "Costs":
+    def _costs(known: dict[int, Costs], num_rows: int, slope: float) -> Costs:
         """Of so many rows. New ones expect that one more adds as large a share as with the nearest number of rows."""
         if num_rows not in known:
             near = nearest(known, num_rows)

@@ -10,7 +10,7 @@ from .compiled import compile_now
 from .config import EngineConfig, SamplingParams, check_bool, check_ints
 from .detokenize import whole_text
 from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
-from .drafters.base import Drafter
+from .drafters.base import Drafter, stages_of
 from .errors import EngineError, InvalidLogitsError
 from .generation_config import eos_token_ids, repetition_penalty, warn_of_not_applied
 from .graphs import Graphs
@@ -111,8 +111,8 @@ class Engine:
             EngineError: if a stream of this engine is still open, if its drafter has been attached to another engine since, or
                 proposes something that is no proposal.
 
-            Whatever else ends it, Ctrl-C too, has the outputs so far as its attribute `outputs`, in the prompts' order, None for
-            those that had not ended.
+            Any other exception, KeyboardInterrupt included, carries the outputs so far in its attribute `outputs`, in the prompts'
+            order, None for those that had not ended.
         """
         check_bool("progress", progress)
         requests, single = self._requests.make(prompts, params)
@@ -181,13 +181,13 @@ class Engine:
         # The longest first: buffers that grow would undo the others.
         kinds = [(size, length) for length in sorted(text_lengths, reverse=True) for size in batch_sizes]
         for size, length in tqdm(kinds, unit="bucket", disable=not progress or self._ranks.rank > 0):
-            self._server.warmup(size, length, self._requests.whole(params or SamplingParams()))
+            self._server.warmup(size, length, self._requests.with_defaults(params or SamplingParams()))
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         for _, new in self._serve([request]):
             _raise_errors([request], [None])
-            spans = request.text.take(last=request.finish_reason is not None) if request.text else ()
-            text = "".join(span.text for span in spans) if request.text else None
+            spans = request.stream.take(last=request.finish_reason is not None) if request.stream else ()
+            text = "".join(span.text for span in spans) if request.stream else None
             output = self._output(request) if request.finish_reason else None
             begin = len(request.token_ids) - new
             logprobs = request.logprobs[begin:] if request.params.logprobs else None
@@ -229,8 +229,8 @@ class Engine:
     def _output(self, request: Request) -> Output:
         assert request.finish_reason is not None
         text = None
-        if request.text is not None:
-            text = request.text.text
+        if request.stream is not None:
+            text = request.stream.text
         elif self.tokenizer is not None:  # the token that ended it is no part of the text, as in streams
             end = None if request.finish_reason == "length" else -1
             text = whole_text(self.tokenizer, request.token_ids[:end])
@@ -241,7 +241,7 @@ class Engine:
 def _described(drafter: Any) -> list[tuple[str, Any]]:
     """What ranks can compare of a drafter: the kind of each stage and the layers that it runs or reads, no folders."""
     described = []
-    for stage in getattr(drafter, "stages", (drafter,)):
+    for stage in stages_of(drafter):
         layers = getattr(stage, "layers", None)
         described.append((type(stage).__name__, layers if isinstance(layers, tuple) else None))
     return described

@@ -15,7 +15,7 @@ class EngineError(RuntimeError):
 class InvalidLogitsError(EngineError):
     """The target returned logits with NaN or +inf, or nothing but -inf: there is no distribution to draw from.
 
-    Raised when all other prompts have ended: one that fails harms no other.
+    Raised after all other prompts have ended: one that fails does not affect the others.
 
     Attributes:
         outputs: one entry per prompt, in order: its `Output`, or None where it failed.

@@ -34,7 +34,10 @@ class Experience:
         """
         found: list[float] = []
         for bin_ in bins:
-            believed = (bin_ + 0.5) / NUM_BINS if prior is None else found[-1] if carry and found else prior
+            if prior is None:
+                believed = (bin_ + 0.5) / NUM_BINS
+            else:
+                believed = found[-1] if carry and found else prior
             everywhere = self._all_rows.estimate(bin_, believed, _PRIOR_WEIGHT)
             found.append(self._rows[row].estimate(bin_, everywhere, _PRIOR_WEIGHT))
         return found
@@ -171,7 +174,7 @@ class Payoff:
         self._rounds = 0
 
 
-def nearest(costs: "dict[int, Costs]", num_rows: int) -> "Costs | None":
+def nearest(costs: dict[int, Costs], num_rows: int) -> Costs | None:
     """Those of the number of rows that is nearest to this one, of those that are known."""
     near = min(costs, key=lambda known: abs(known - num_rows), default=None)
     return None if near is None else costs[near]

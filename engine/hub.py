@@ -1,4 +1,4 @@
-"""What a user means by the place of a checkpoint."""
+"""Hub ids and paths: telling them apart, and errors that name them."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ def may_be_hub_id(source: str) -> bool:
     return not meant_as_path and _HUB_ID.fullmatch(source) is not None
 
 
-def check_place(source: str, role: str) -> Path:
+def existing_path(source: str, role: str) -> Path:
     """The path, where it is one.
 
     Raises:
@@ -27,7 +27,7 @@ def check_place(source: str, role: str) -> Path:
 
 
 @contextmanager
-def naming(source: str, role: str) -> Iterator[None]:
+def naming_errors(source: str, role: str) -> Iterator[None]:
     """The OSErrors of a hub id that cannot be had name it, and the argument."""
     try:
         yield

@@ -22,6 +22,7 @@ from .drafters.layer_skip import LayerSkipDrafter
 from .drafters.named import layer_skip_name
 from .engine import Engine
 from .loading import load
+from .metrics import expected_speedup
 from .model import attention_masks
 from .packing import PackedLinear
 from .support import TESTED, check_supported
@@ -99,8 +100,8 @@ def search_layers(
 ) -> LayerSearch:
     """Find the layers that a target should draft with.
 
-    The target answers the prompts, greedily. Then the layer without which the drafts agree most with it is taken away, and of
-    those left the next, down to `min_layers`. Each trial is one pass over all texts together, in which every position sees the
+    The target answers the prompts, greedily. Then layers are removed one by one (or `step` at a time), each time the one whose
+    removal leaves the highest agreement with the target, down to `min_layers`. Each trial is one pass over all texts together, in which every position sees the
     target's own K/V of those before it, as a first draft does. Of L layers that makes about L^2 / (2 step) passes.
 
     Args:
@@ -265,11 +266,6 @@ def _num_weights(module: nn.Module) -> int:
 
 def _choice(layers: tuple[int, ...], agreement: float, costs: list[float], max_draft_tokens: int) -> LayerChoice:
     cost = sum(costs[layer] for layer in layers) + costs[-1]
-    speedups = {k: expected_speedup(agreement, cost, k) for k in range(1, max_draft_tokens + 1)}
+    speedups = {k: expected_speedup(agreement, k, cost) for k in range(1, max_draft_tokens + 1)}
     best = max(speedups, key=lambda k: (round(speedups[k], 9), -k))
     return LayerChoice(layers, agreement, cost, best, speedups[best])
-
-
-def expected_speedup(acceptance: float, cost: float, num_draft_tokens: int) -> float:
-    """Over plain decoding, if each draft stands with this chance and costs this share of a target call."""
-    return sum(acceptance**i for i in range(num_draft_tokens + 1)) / (num_draft_tokens * cost + 1)

@@ -10,6 +10,7 @@ from . import parallel
 from .checkpoints import Checkpoint, check_checkpoint, locate, read_checkpoint, read_config, read_tokenizer
 from .config import EngineConfig, check_bool
 from .drafters import CascadeDrafter, Drafter, DraftModel, LayerSkipDrafter
+from .drafters.base import stages_of
 from .drafters.by_tokenizer import check_draft_model, draft_model
 from .drafters.named import STAGED, named, split_stages
 from .drafters.reencoding import ReencodingDraftModel
@@ -35,7 +36,7 @@ def load(
 ) -> Engine:
     """Make an engine.
 
-    Of the target's generation config the end-of-sequence tokens and the repetition_penalty count. Temperature, filters and lengths
+    The target's generation config gives end-of-sequence tokens and the repetition_penalty. Temperature, filters and lengths
     come with each request; what else changes the text of `transformers`, such as suppress_tokens, is not applied, and a logged
     warning names it.
 
@@ -77,7 +78,14 @@ def load(
         OSError: for a hub id that cannot be had.
         ImportError: for a GGUF file, without the package gguf.
     """
-    config = EngineConfig(num_draft_tokens, verification, exact, max_batch_size, max_length, compile)
+    config = EngineConfig(
+        num_draft_tokens=num_draft_tokens,
+        verification=verification,
+        exact=exact,
+        max_batch_size=max_batch_size,
+        max_length=max_length,
+        compile=compile,
+    )
     dtype, num_ranks = _dtype(dtype, target), _num_ranks(tensor_parallel, target, device)
     device = _device(device, target)
     if compile and (tensor_parallel or torch.device(device).type != "cpu"):
@@ -127,7 +135,7 @@ def _check_sizes(target: PretrainedConfig, max_length: int | None, stages: list[
     if max_length is not None and max_length > context:
         raise ValueError(f"max_length must be <= {context}, the target's context, got {max_length}")
     for stage in stages:
-        for part in getattr(stage, "stages", (stage,)):
+        for part in stages_of(stage):
             if isinstance(part, LayerSkipDrafter):
                 part.check_layers(target.num_hidden_layers)
 
@@ -138,7 +146,7 @@ def _drafter(main: Checkpoint, stage: Any) -> Drafter:
         stage = draft_model(main, draft, staged=stage.startswith(STAGED))
     elif isinstance(stage, PreTrainedModel):
         stage = draft_model(main, Checkpoint(stage, None))
-    for part in getattr(stage, "stages", (stage,)):
+    for part in stages_of(stage):
         if isinstance(part, DraftModel | ReencodingDraftModel):
             check_draft_model(main, part)
     found: Drafter = stage

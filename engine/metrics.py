@@ -22,15 +22,25 @@ class Stats:
     Times are wall-clock seconds. A request's draft and verify seconds are those of the rounds that it took part in, which
     it may have shared with other rows; its total runs from its prefill to its last token, and leaves out
     what the reader of a stream does between pieces.
+
+    Attributes:
+        rounds: target calls, counted once per row (for `exact`, the several of more than 7 drafts are one).
+        new_tokens: emitted.
+        draft_tokens: proposed and verified.
+        accepted_tokens: of these, accepted.
+        prefill_seconds: reading the prompt, in calls that it may have shared with others.
+        draft_seconds: drafting.
+        verify_seconds: target forward and verification.
+        total_seconds: all of it.
     """
 
-    rounds: int = 0  # target calls, counted once per row (for `exact`, the several of more than 7 drafts are one)
+    rounds: int = 0
     new_tokens: int = 0
-    draft_tokens: int = 0  # proposed
+    draft_tokens: int = 0
     accepted_tokens: int = 0
-    prefill_seconds: float = 0.0  # reading the prompt, which it may have shared as well
+    prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
-    verify_seconds: float = 0.0  # target forward and verification
+    verify_seconds: float = 0.0
     total_seconds: float = 0.0
     _counts: list[list[int]] = field(default_factory=list)  # rounds, by tokens [proposed][accepted]
 
@@ -99,3 +109,25 @@ class RoundClock:
         if self._cuda:
             return lambda: [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
         return lambda: [b - a for a, b in itertools.pairwise(marks)]
+
+
+def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
+    """Tokens per round, (1 - a^(K+1)) / (1 - a), if every draft is accepted with one probability whatever came before (Leviathan et
+    al., arXiv 2211.17192, equation 1).
+
+    Raises:
+        ValueError: for an acceptance outside [0, 1] or K < 0.
+    """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance must be in [0, 1], got {acceptance}")
+    if num_draft_tokens < 0:
+        raise ValueError(f"num_draft_tokens must be >= 0, got {num_draft_tokens}")
+    return sum(acceptance**i for i in range(num_draft_tokens + 1))  # the same, and defined at 1
+
+
+def expected_speedup(acceptance: float, num_draft_tokens: int, cost_ratio: float) -> float:
+    """Over plain decoding (theorem 3.8 there), where drafting a token costs `cost_ratio` target calls and a target call costs
+    the same for one token and for K+1."""
+    if cost_ratio < 0:
+        raise ValueError(f"cost_ratio must be >= 0, got {cost_ratio}")
+    return expected_tokens(acceptance, num_draft_tokens) / (num_draft_tokens * cost_ratio + 1)

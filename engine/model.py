@@ -284,6 +284,12 @@ class RaggedModel:
         return attention_masks(self.model, masks)
 
 
+def last_valid(values: Tensor, num_valid: Tensor) -> Tensor:
+    """[B, 1, D]: of values [B, W, D] each row's last column that is no padding, the first where there is none; num_valid [B] int64."""
+    last = (num_valid - 1).clamp(min=0)
+    return values.gather(1, last[:, None, None].expand(-1, -1, values.shape[-1]))
+
+
 def attention_masks(model: PreTrainedModel, masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
     """What a model takes for these masks by layer type, True where a key is visible; see `check_supported`."""
     found = dict(masks)

@@ -8,15 +8,24 @@ from .metrics import Stats
 
 @dataclass(frozen=True)
 class Output:
-    """The continuation of one prompt."""
+    """The continuation of one prompt.
 
-    text: str | None  # without what ended it and special tokens; None without a tokenizer
-    token_ids: list[int]  # new ones, with that which ended the text: the end of sequence, or what completed a stop
+    Attributes:
+        text: the new text, without the stop string or token that ended it and without special tokens; None without a tokenizer.
+        token_ids: the new tokens, with the one that ended the text: the end of sequence, or what completed a stop string.
+        prompt_token_ids: the prompt as the target read it.
+        finish_reason: "eos", "stop" or "length".
+        stats: of this request.
+        logprobs: if asked for, of each of token_ids the natural log of the target's probability for it, given the text before it,
+            under the request's temperature, filters and penalty (what it was drawn from); of greedy texts the model's own, at
+            temperature 1.
+    """
+
+    text: str | None
+    token_ids: list[int]
     prompt_token_ids: list[int]
-    finish_reason: str  # "eos", "stop" or "length"
+    finish_reason: str
     stats: Stats
-    # Of each of token_ids, if asked for: the natural log of the target's probability for it, given the text before it, under the
-    # request's temperature, filters and penalty (what it was drawn from); of greedy texts the model's own, at temperature 1.
     logprobs: list[float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -32,18 +41,31 @@ class Output:
 
 
 class Span(NamedTuple):
-    """A part of a streamed text."""
+    """A part of a streamed text.
+
+    Attributes:
+        drafted: whether it comes from accepted drafts, and not from the target's own tokens.
+    """
 
     text: str
-    drafted: bool  # from drafted and accepted tokens; else from the target's own
+    drafted: bool
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one round adds to a stream."""
+    """What one round adds to a stream.
 
-    text: str | None  # may be held back, and comes with a later piece; None without a tokenizer
-    token_ids: list[int]  # all tokens of the round
-    spans: tuple[Span, ...] = ()  # the text again, split by where it came from
-    output: Output | None = None  # with the last piece: the whole
-    logprobs: list[float] | None = None  # of the tokens, if asked for
+    Attributes:
+        text: what can be shown by now: half a character, or what may begin a stop string, comes with a later piece; None without
+            a tokenizer.
+        token_ids: all tokens of the round.
+        spans: the text again, split by where it came from.
+        output: with the last piece: the whole.
+        logprobs: of the tokens, if asked for.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    spans: tuple[Span, ...] = ()
+    output: Output | None = None
+    logprobs: list[float] | None = None

@@ -251,9 +251,8 @@ def _layout(dtype: torch.dtype) -> type[_Layout] | None:
                 logger.info("no linear layers of %s in the layout %s: %s", dtype, layout.__name__[1:], error)
                 continue
             right = all(torch.allclose(rows[0].float(), expected, rtol=0.05, atol=0.05) for rows in given)
-            same = all(
-                bool((rows == rows[0]).all()) for rows in given
-            )  # which kernel takes a row depends on the processor
+            # Which kernel takes a row depends on the processor.
+            same = all(bool((rows == rows[0]).all()) for rows in given)
             if right and (same or layout is _OneDNN):
                 return layout
     return None

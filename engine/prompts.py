@@ -1,12 +1,10 @@
 """Prompts as users give them, to token ids."""
 
-from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
 from transformers import BatchEncoding
 
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 _COMPOSED = (str, list, tuple, dict, BatchEncoding)  # what is no token id, and was not meant as one
 
 

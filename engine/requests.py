@@ -69,10 +69,10 @@ class RequestMaker:
                 text = TextStream(self._tokenizer, stop)
             seed = secrets.randbits(63) if param.seed is None else param.seed
             limit = min(len(ids) + param.max_new_tokens, self._max_length)
-            requests.append(Request(index, ids, self.whole(param), seed, limit, text, stop_token_ids))
+            requests.append(Request(index, ids, self.with_defaults(param), seed, limit, text, stop_token_ids))
         return requests, single
 
-    def whole(self, params: SamplingParams) -> SamplingParams:
+    def with_defaults(self, params: SamplingParams) -> SamplingParams:
         """With the target's own settings where a request leaves them to it."""
         if params.repetition_penalty is None:
             return replace(params, repetition_penalty=self._repetition_penalty)

@@ -104,9 +104,9 @@ class Results:
         for column, token in enumerate(new_tokens):
             self._append(request, token, drafted=column < accepted)
             if request.ended:
-                if request.text:
-                    request.text.finish()
-                    if request.text.stopped:  # by what was held back
+                if request.stream:
+                    request.stream.finish()
+                    if request.stream.stopped:  # by what was held back
                         request.finish_reason = "stop"
                 break
         new = len(request.token_ids) - before
@@ -120,7 +120,7 @@ class Results:
         request.token_ids.append(token)
         if token in self._eos_token_ids and not request.params.ignore_eos:
             request.finish_reason = "eos"
-        elif token in request.stop_token_ids or (request.text and request.text.push(token, drafted)):
+        elif token in request.stop_token_ids or (request.stream and request.stream.push(token, drafted)):
             request.finish_reason = "stop"
         elif request.length >= request.limit:
             request.finish_reason = "length"

@@ -49,7 +49,7 @@ class Round:
             trim: cuts what is not worth verifying from a proposal.
 
         Returns:
-            Packed results, int64, for `unpack`, once they have come to the host. Rows that are not active hold nothing of meaning.
+            Packed results, int64, for `unpack`, once they have come to the host. Rows that are not active are meaningless.
         """
         self.clock.mark()
         proposal = trim(self._propose(state, num_draft_tokens))

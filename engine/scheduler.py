@@ -22,7 +22,7 @@ class Request:
     params: SamplingParams
     seed: int
     limit: int  # the text never gets longer than this, prompt included
-    text: TextStream | None  # where text is needed on the way: streaming or stop strings
+    stream: TextStream | None  # where text is needed on the way: streaming or stop strings
     stop_token_ids: frozenset[int] = frozenset()
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of these, where they are asked for

@@ -141,8 +141,8 @@ class Server:
         # Rows that have ended cost nothing before those that run, and little between them, but where all calls have one shape.
         first = 0 if self._round.graphs.enabled or self._round.target.exact else min(running)
         state = self._slots.select(slice(first, self._slots.num_rows(1 + max(running))), list(running.values()), unread)
-        processors = {slot - first: request.params.logits_processor for slot, request in running.items()}
-        state = replace(state, processors=tuple(each for each in processors.items() if each[1] is not None))
+        processors = ((slot - first, request.params.logits_processor) for slot, request in running.items())
+        state = replace(state, processors=tuple(each for each in processors if each[1] is not None))
         rows = list(running)
         room = max(request.limit - request.length for request in running.values()) - 1
         if self._round.graphs.enabled:
@@ -161,7 +161,17 @@ class Server:
         without_drafts = frozenset(slot for slot, request in running.items() if request.without_drafts)
         spans = self._round.clock.take()
         return Launched(
-            packed, state.logprobs, arrived, running, first, asked, without_drafts, begin, self._late, usual, spans
+            packed=packed,
+            with_logprobs=state.logprobs,
+            arrived=arrived,
+            requests=running,
+            first=first,
+            asked=asked,
+            without_drafts=without_drafts,
+            begin=begin,
+            late=self._late,
+            usual=usual,
+            spans=spans,
         )
 
     def _ends_early(self, state: BatchState) -> bool:
@@ -191,7 +201,7 @@ class Server:
         return advanced
 
 
-def _sent_to_host(tensor: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":
+def _sent_to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """A copy on the host, and the event after which it is complete."""
     if not tensor.is_cuda:
         return tensor.clone(), None

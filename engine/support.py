@@ -172,9 +172,14 @@ def context_length(config: PretrainedConfig) -> int:
     text and on the neighbours in a batch, so such a model is served up to the original length.
     """
     length = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):
+    if has_dynamic_rope(config):
+        rope = config.rope_parameters or {}
         length = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", length
         )
     return int(length) if length else 1 << 20
+
+
+def has_dynamic_rope(config: PretrainedConfig) -> bool:
+    """Whether rotary frequencies depend on the length of a text."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in ("longrope", "dynamic")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .jit_attention import inverse, load_lengths, logits_of, multiply, tile_offsets, visible_keys
 from .jit_rows import finite
-from .launch import row_arguments
+from .launch import row_arguments, view_4d
 from .workspace import workspace
 
 SPLIT_SIZE = 512  # keys; see split_size_for
@@ -203,9 +203,9 @@ def ragged_attention(
     with torch.cuda.device_of(query):
         attention_kernel[(num_tiles * num_splits, num_kv_heads, batch)](
             **(both | options_for(blocks, query.dtype)),
-            query=view(query),
-            keys=view(keys),
-            values=view(values),
+            query=view_4d(query),
+            keys=view_4d(keys),
+            values=view_4d(values),
             **row_arguments(slots=slots),
             scale=head_dim**-0.5 if scale is None else scale,
             softcap=softcap,
@@ -260,11 +260,3 @@ def options_for(blocks: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
         return dict(num_warps=num_warps, num_stages=2)
     # Left alone, ptxas aims at more programs per processor than there is shared memory for, and spills a few bytes.
     return dict(num_warps=num_warps, num_stages=3, maxnreg=255)
-
-
-def view(tensor: Tensor) -> tuple[Tensor, int, int, int]:
-    """What a kernel gets of a tensor of 4 dimensions. A stride that is never used must bring no variant of its own."""
-    batch, head, column = (
-        0 if size == 1 else stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    )
-    return tensor, batch, head, column

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import attention_reference
 from .checks import FLOATS, MAX_GRID, as_float, as_int, check_tensor
+from .ops import use_triton
 
 MAX_HEAD_DIM = 256
 
@@ -62,7 +63,7 @@ def ragged_attention(
         raise ValueError(f"kv_length must be between 1 and the capacity {capacity}, got {kv_length}")
     more: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, slots=slots)
     more |= dict(kv_length=kv_length, num_valid=num_valid)
-    if _use_triton(query):
+    if use_triton(query):
         from .attention import ragged_attention as triton_ragged_attention
 
         return triton_ragged_attention(query, keys, values, seq_lens, **more)
@@ -94,18 +95,12 @@ def scatter_kv(
             raise ValueError(f"{name} must be [B, H_kv, W, D] with H_kv = {num_kv_heads}, got {list(new.shape)}")
     check_tensor("num_valid", num_valid, keys.device)  # not None, as it may be for attention
     _check_rows(new_keys, num_slots, seq_lens=seq_lens, slots=slots, num_valid=num_valid)
-    if _use_triton(keys):
+    if use_triton(keys):
         from .cache import scatter_kv as triton_scatter_kv
 
         triton_scatter_kv(keys, values, new_keys, new_values, seq_lens, num_valid, slots=slots)
     else:
         attention_reference.scatter_kv(keys, values, new_keys, new_values, seq_lens, num_valid, slots=slots)
-
-
-def _use_triton(tensor: Tensor) -> bool:
-    from .ops import _use_triton  # here, so that ops.py can import this file
-
-    return _use_triton(tensor)
 
 
 def _check_caches(keys: Tensor, values: Tensor, name: str, new: Tensor) -> None:

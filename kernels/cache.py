@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import view
-from .launch import row_arguments
+from .launch import row_arguments, view_4d
 
 BLOCK = 2048  # elements of K, and of V: two stores of 16 bytes for each of 128 threads in bf16
 
@@ -62,10 +61,10 @@ def scatter_kv(
     heads = min(triton.next_power_of_2(num_heads), max(1, BLOCK // block_d))
     with torch.cuda.device_of(keys):
         scatter_kernel[(width, triton.cdiv(num_heads, heads), batch)](
-            keys=view(keys),
-            values=view(values),
-            new_keys=view(new_keys),
-            new_values=view(new_values),
+            keys=view_4d(keys),
+            values=view_4d(values),
+            new_keys=view_4d(new_keys),
+            new_values=view_4d(new_values),
             **row_arguments(seq_lens=seq_lens, num_valid=num_valid, slots=slots),
             capacity=keys.shape[2],
             num_heads=num_heads,

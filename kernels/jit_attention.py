@@ -1,13 +1,9 @@
 """Parts of the attention kernels: which keys a query sees, tiles of K and V, logits, and what divides the sums."""
 
-import math
-
 import triton
 import triton.language as tl
 
-from .jit_rows import finite
-
-LOG2_E = tl.constexpr(math.log2(math.e))
+from .jit_rows import LOG2_E, finite
 
 
 @triton.jit

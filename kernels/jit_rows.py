@@ -11,7 +11,7 @@ the largest peak, and a draw in two levels chooses a block by the masses. Nothin
 
 What the kernels hand to each other:
 
-    rows    (logits, bias, mask, cu_logits, cu_words); bias and mask or None. Each of the first three is a view of a tensor [B, W, V]:
+    rows    (logits, bias, mask, cu_logits, cu_adjust); bias and mask or None. Each of the first three is a view of a tensor [B, W, V]:
             (pointer, vocabulary size, stride of batch, of row, of token). Packed rows are one of [N, V] with a stride of batch of 0:
             sequence b has the rows from cu[b] up to cu[b + 1] of them, which the last two say of the logits and of bias and mask;
             None: they are not packed. A row that a sequence has not is -inf throughout.
@@ -51,19 +51,18 @@ _TINY = tl.constexpr(2.0**-126)  # the smallest normal float32
 def read_raw(rows, batch, column, ids):
     """Logits float32 of tokens `ids` >= 0 in row `column` (int64, scalar or of the shape of ids) of sequence `batch`
     (int64 scalar): bias added, -inf outside the mask and beyond the vocabulary."""
-    logits, bias, mask, cu_logits, cu_words = rows
+    logits, bias, mask, cu_logits, cu_adjust = rows
     offsets = ids.to(tl.int64)
-    if (
-        len(ids.shape) == 3
-    ):  # else the compiler of Triton 3.6 spreads a tile's first axis over the warps, and not its blocks
+    # Without this hint the compiler of Triton 3.6 spreads a tile's first axis over the warps, and not its blocks.
+    if len(ids.shape) == 3:
         offsets = tl.max_contiguous(offsets, [1, 2, ids.shape[2]])
     at, inside = _locate(logits, cu_logits, batch, column, ids, offsets)
     x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
     if bias is not None:
-        at, has_bias = _locate(bias, cu_words, batch, column, ids, offsets)
+        at, has_bias = _locate(bias, cu_adjust, batch, column, ids, offsets)
         x += tl.load(at, mask=inside & has_bias, other=0.0).to(tl.float32)
     if mask is not None:
-        at, has_mask = _locate(mask, cu_words, batch, column, ids, offsets)
+        at, has_mask = _locate(mask, cu_adjust, batch, column, ids, offsets)
         x = tl.where(tl.load(at, mask=inside & has_mask, other=1) != 0, x, float("-inf"))
     return x
 

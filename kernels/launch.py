@@ -1,4 +1,4 @@
-"""What the launchers of `row_stats`, `sample` and `verify` share: how tensors are handed to the kernels, and in what shapes."""
+"""What the launchers share: how tensors are handed to the kernels, and in what shapes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +25,14 @@ def view(rows: Tensor) -> tuple[Tensor, int, int, int, int]:
     """What a kernel gets of logits [B, W, V], or packed [N, V]."""
     batch = rows.stride(0) if rows.dim() == 3 else 0
     return rows, rows.shape[-1], batch, rows.stride(-2), rows.stride(-1)
+
+
+def view_4d(tensor: Tensor) -> tuple[Tensor, int, int, int]:
+    """What a kernel gets of a tensor of 4 dimensions. A stride that is never used must bring no variant of its own."""
+    batch, head, column = (
+        0 if size == 1 else stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
+    return tensor, batch, head, column
 
 
 def vocabulary_view(

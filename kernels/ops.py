@@ -38,7 +38,7 @@ def row_stats(
     _check_rows(len(logits), logits.device, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_vocabulary(logits, logit_bias, token_mask)
     more: dict[str, Any] = dict(logit_bias=logit_bias, token_mask=token_mask)
-    if _use_triton(logits):
+    if use_triton(logits):
         from .row_stats import row_stats as triton_row_stats
 
         return triton_row_stats(logits, temperature, top_k, top_p, min_p, **more)
@@ -75,7 +75,7 @@ def sample(
     _check_vocabulary(logits, logit_bias, token_mask)
     more: dict[str, Any] = dict(rows, seed=seed, position=position, origin=origin, stream=stream)
     more |= dict(logit_bias=logit_bias, token_mask=token_mask, return_logprobs=return_logprobs)
-    if _use_triton(logits):
+    if use_triton(logits):
         from .sample import sample as triton_sample
 
         return triton_sample(logits, **more)
@@ -120,41 +120,14 @@ def verify(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    packed = cu_num_logits is not None
-    _check_logits("target_logits", target_logits, (2,) if packed else (3,))
+    _check_logits("target_logits", target_logits, (3,) if cu_num_logits is None else (2,))
     device = target_logits.device
-    check_tensor("draft_tokens", draft_tokens, device)
-    if draft_tokens.dim() != 2 or draft_tokens.dtype != torch.int64:
-        raise ValueError(
-            f"draft_tokens must be int64 of shape [B, K], got {draft_tokens.dtype} of shape {list(draft_tokens.shape)}"
-        )
-    batch, num_drafts = draft_tokens.shape
-    if cu_num_logits is not None:
-        check_tensor("cu_num_logits", cu_num_logits, device)
-        if cu_num_logits.dtype != torch.int32 or cu_num_logits.shape != (batch + 1,):
-            raise ValueError(
-                f"cu_num_logits must be int32 of shape [B+1] = [{batch + 1}] for draft_tokens of shape "
-                f"{list(draft_tokens.shape)}, got {cu_num_logits.dtype} of shape {list(cu_num_logits.shape)}"
-            )
-    elif target_logits.shape[:2] != (batch, num_drafts + 1):
-        raise ValueError(
-            f"draft_tokens must be of shape [B, K] for target_logits of shape [B, K+1, V] = {list(target_logits.shape)}, "
-            f"got shape {list(draft_tokens.shape)}"
-        )
-    if draft_logits is not None:
-        _check_logits("draft_logits", draft_logits, (3,), device)
-        if draft_logits.shape[:2] != draft_tokens.shape:
-            raise ValueError(
-                f"draft_logits must be [B, K, V_draft] with [B, K] = {list(draft_tokens.shape)}, "
-                f"got shape {list(draft_logits.shape)}"
-            )
-    elif draft_stats is not None:
-        raise ValueError("draft_stats must be None where draft_logits is None (a one-hot draft has none)")
-    if draft_stats is not None:
-        _check_stats(draft_stats, draft_tokens)
+    _check_drafts(draft_tokens, draft_logits, draft_stats, device)
+    batch = len(draft_tokens)
+    _check_layout(target_logits, draft_tokens, cu_num_logits)
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_rows(batch, device, **rows, seed=seed, position=position)
-    _check_vocabulary(target_logits, logit_bias, token_mask, batch if packed else None)
+    _check_vocabulary(target_logits, logit_bias, token_mask, None if cu_num_logits is None else batch)
     typical_epsilon = as_float("typical_epsilon", typical_epsilon, 0)
     typical_delta = as_float("typical_delta", typical_delta, 0)
     more: dict[str, Any] = dict(
@@ -166,14 +139,14 @@ def verify(
         typical_epsilon=typical_epsilon,
         typical_delta=typical_delta,
     )
-    if _use_triton(target_logits, draft_logits, *(draft_stats or ())):
+    if use_triton(target_logits, draft_logits, *(draft_stats or ())):
         from .verify import verify as triton_verify
 
         return triton_verify(target_logits, draft_tokens, draft_logits, draft_stats, **more)
     return reference.verify(target_logits, draft_tokens, draft_logits, draft_stats, **more)
 
 
-def _use_triton(tensor: Tensor, *others: Tensor | None) -> bool:
+def use_triton(tensor: Tensor, *others: Tensor | None) -> bool:
     choice = os.environ.get("ENGINE_KERNELS", "")
     if choice not in ("", "triton", "torch"):
         raise ValueError(f"ENGINE_KERNELS must be 'triton' or 'torch', got {choice!r}")
@@ -189,6 +162,44 @@ def _check_logits(name: str, logits: Tensor, dims: tuple[int, ...], device: torc
         raise ValueError(
             f"{name} must be floating (of 16, 32 or 64 bits) and {shapes} with V > 0, "
             f"got {logits.dtype} of shape {list(logits.shape)}"
+        )
+
+
+def _check_drafts(
+    draft_tokens: Tensor, draft_logits: Tensor | None, draft_stats: RowStats | None, device: torch.device
+) -> None:
+    check_tensor("draft_tokens", draft_tokens, device)
+    if draft_tokens.dim() != 2 or draft_tokens.dtype != torch.int64:
+        raise ValueError(
+            f"draft_tokens must be int64 of shape [B, K], got {draft_tokens.dtype} of shape {list(draft_tokens.shape)}"
+        )
+    if draft_logits is not None:
+        _check_logits("draft_logits", draft_logits, (3,), device)
+        if draft_logits.shape[:2] != draft_tokens.shape:
+            raise ValueError(
+                f"draft_logits must be [B, K, V_draft] with [B, K] = {list(draft_tokens.shape)}, "
+                f"got shape {list(draft_logits.shape)}"
+            )
+    elif draft_stats is not None:
+        raise ValueError("draft_stats must be None where draft_logits is None (a one-hot draft has none)")
+    if draft_stats is not None:
+        _check_stats(draft_stats, draft_tokens)
+
+
+def _check_layout(target_logits: Tensor, draft_tokens: Tensor, cu_num_logits: Tensor | None) -> None:
+    """Whether there is a row of logits for each draft and one more, or they are packed."""
+    batch, num_drafts = draft_tokens.shape
+    if cu_num_logits is not None:
+        check_tensor("cu_num_logits", cu_num_logits, target_logits.device)
+        if cu_num_logits.dtype != torch.int32 or cu_num_logits.shape != (batch + 1,):
+            raise ValueError(
+                f"cu_num_logits must be int32 of shape [B+1] = [{batch + 1}] for draft_tokens of shape "
+                f"{list(draft_tokens.shape)}, got {cu_num_logits.dtype} of shape {list(cu_num_logits.shape)}"
+            )
+    elif target_logits.shape[:2] != (batch, num_drafts + 1):
+        raise ValueError(
+            f"draft_tokens must be of shape [B, K] for target_logits of shape [B, K+1, V] = {list(target_logits.shape)}, "
+            f"got shape {list(draft_tokens.shape)}"
         )
 
 

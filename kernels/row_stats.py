@@ -24,11 +24,20 @@ from .records import RowStats
 # tensors, which may be views of larger ones, begin.
 @triton.jit(
     do_not_specialize=["num_rows", "width"],
-    do_not_specialize_on_alignment=["cu_words", "temperature", "top_k", "top_p", "min_p", "threshold", "lse", "argmax"],
+    do_not_specialize_on_alignment=[
+        "cu_adjust",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "threshold",
+        "lse",
+        "argmax",
+    ],
 )
 def row_stats_kernel(
     logits, bias, mask,  # views [B, W, V]; bias and mask or None
-    cu_words,  # [B+1] int32 if bias and mask are packed, or None
+    cu_adjust,  # [B+1] int32 if bias and mask are packed, or None
     temperature, top_k, top_p, min_p,  # [B] or None
     threshold, lse, argmax,  # [B, W] float32, float32, int64; written
     scratch, counters,
@@ -36,7 +45,7 @@ def row_stats_kernel(
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows = (logits, bias, mask, None, cu_words)
+    rows = (logits, bias, mask, None, cu_adjust)
     memory = (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
@@ -47,7 +56,9 @@ def row_stats_kernel(
     group_peaks = None
     if FILTERED:
         group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
-    leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
+    leave_stats(
+        x, group_peaks, ids, tile, row, memory, inverse_temperature, want_argmax=True, MASSES=True, BLOCKS=BLOCKS
+    )
     if FILTERED:
         leave_sample(x, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
 
@@ -73,7 +84,7 @@ def row_stats(
     *,
     logit_bias: Tensor | None = None,  # [V], [B, V] or [B, W, V] float
     token_mask: Tensor | None = None,  # likewise, bool
-    cu_words: Tensor | None = None,  # [B+1] int32, if bias and mask are packed, as `verify` takes them
+    cu_adjust: Tensor | None = None,  # [B+1] int32, if bias and mask are packed, as `verify` takes them
 ) -> RowStats:
     """Stats of rows: fields [B] or [B, W]; one launch."""
     rows = as_rows(logits)
@@ -84,9 +95,9 @@ def row_stats(
         with torch.cuda.device_of(logits):
             row_stats_kernel[(shape["num_tiles"], rows.shape[1], rows.shape[0])](
                 logits=view(rows),
-                bias=vocabulary_view(logit_bias, rows, cu_words),
-                mask=vocabulary_view(token_mask, rows, cu_words),
-                cu_words=cu_words,
+                bias=vocabulary_view(logit_bias, rows, cu_adjust),
+                mask=vocabulary_view(token_mask, rows, cu_adjust),
+                cu_adjust=cu_adjust,
                 **row_arguments(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
                 **stats._asdict(),
                 **shape,

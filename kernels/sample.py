@@ -66,7 +66,9 @@ def sample_kernel(
     noise = (tl.load(seed + batch), row_position, row_origin, noise_stream)
 
     group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
-    leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, True, True, BLOCKS)
+    leave_stats(
+        x, group_peaks, ids, tile, row, memory, inverse_temperature, want_argmax=True, MASSES=True, BLOCKS=BLOCKS
+    )
     if FILTERED:
         leave_sample(x, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
 

@@ -163,11 +163,11 @@ def verify(
     if method in ("coupled", "typical") or width == 1:
         draft_logits = draft_stats = None
     if draft_logits is not None and draft_stats is None:
-        words = dict(logit_bias=logit_bias, token_mask=token_mask)
+        adjust = dict(logit_bias=logit_bias, token_mask=token_mask)
         if cu_num_logits is None:
-            words = {name: value[:, :-1] if value is not None and value.dim() == 3 else value
-                     for name, value in words.items()}  # fmt: skip
-        draft_stats = row_stats(draft_logits, **rows, **words, cu_words=cu_num_logits)
+            adjust = {name: value[:, :-1] if value is not None and value.dim() == 3 else value
+                      for name, value in adjust.items()}  # fmt: skip
+        draft_stats = row_stats(draft_logits, **rows, **adjust, cu_adjust=cu_num_logits)
     filtered = is_filtered(top_k, top_p, min_p)
     verdict = Verdict(
         tokens=torch.empty((batch, width), dtype=torch.int64, device=device),
@@ -203,21 +203,27 @@ def verify(
         grid = (shape["num_tiles"], width, batch)
         filters = {name: rows[name] for name in ("top_k", "top_p", "min_p")}
         thresholds = dict(typical_epsilon=typical_epsilon, typical_delta=typical_delta)
-        # As many programs to a processor as there can be without spills.
-        simple, block = is_simple(target_logits, logit_bias, token_mask), method == "block"
-        by_row = filtered or method == "coupled"
-        if (
-            (width > 16 and (block or not by_row or return_logprobs))
-            or (block and (filtered or (return_logprobs and not simple)))
-            or (method == "typical" and filtered)
-        ):
-            shape |= registers(255)
-        elif simple and not by_row:
-            lean = method == "rejection" and draft_logits is None and target_logits.element_size() == 2
-            shape |= registers(64 if lean else 80)
+        simple = is_simple(target_logits, logit_bias, token_mask)
+        shape |= _registers(method, width, filtered, draft_logits is None, return_logprobs, simple, target_logits.dtype)
         verify_kernel[grid](**both, **shape, **filters, **thresholds)
         if draft_logits is not None:
             slots = 1 if method == "rejection" else width - 1
             del shape["SHIFT"], shape["SAMPLE_SHIFT"], shape["NUM_GROUPS"]
             residual_kernel[(shape["num_tiles"], slots, batch)](**both, **shape)
     return verdict
+
+
+def _registers(
+    method: str, width: int, filtered: bool, one_hot: bool, return_logprobs: bool, simple: bool, dtype: torch.dtype
+) -> dict[str, int]:
+    """For as many programs to a processor as there can be without spills; none: as `shape_arguments` has it."""
+    block, by_row = method == "block", filtered or method == "coupled"
+    if (
+        (width > 16 and (block or not by_row or return_logprobs))
+        or (block and (filtered or (return_logprobs and not simple)))
+        or (method == "typical" and filtered)
+    ):
+        return registers(255)
+    if not simple or by_row:
+        return {}
+    return registers(64 if method == "rejection" and one_hot and dtype.itemsize == 2 else 80)

@@ -7,7 +7,7 @@ import torch
 
 from . import philox
 from .checks import FLOATS, as_int
-from .ops import METHODS, _use_triton, row_stats, sample, verify
+from .ops import METHODS, row_stats, sample, use_triton, verify
 from .workspace import reserve
 
 
@@ -66,7 +66,7 @@ def warmup(
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be floating (of 16, 32 or 64 bits), got {dtype}")
     example = torch.empty(0, dtype=dtype, device=device)
-    if not _use_triton(example):
+    if not use_triton(example):
         return
     device = example.device  # with its index
     reserve(device)
@@ -77,14 +77,14 @@ def warmup(
         rows: dict[str, Any] = dict(temperature=real)
         rows |= dict(top_k=whole, top_p=real, min_p=real) if filtered else {}
         for size in {vocab_size, draft_vocab_size or vocab_size}:
-            words = _words(size, logit_bias, token_mask, device)
+            adjust = _bias_and_mask(size, logit_bias, token_mask, device)
             for width in _widths(num_draft_tokens, size):
                 logits = torch.zeros(1, width, size, dtype=dtype, device=device)
-                row_stats(logits, **rows, **words)
+                row_stats(logits, **rows, **adjust)
                 for origin, stream in ((None, philox.SAMPLE), (whole, philox.DRAFT)):
                     more: dict[str, Any] = dict(origin=origin, stream=stream, return_logprobs=return_logprobs)
-                    sample(logits, **rows, **where, **words, **more)
-        words = _words(vocab_size, logit_bias, token_mask, device)
+                    sample(logits, **rows, **where, **adjust, **more)
+        adjust = _bias_and_mask(vocab_size, logit_bias, token_mask, device)
         for width in _widths(num_draft_tokens, vocab_size, draft_vocab_size or vocab_size):
             logits = torch.zeros(1, width, vocab_size, dtype=dtype, device=device)
             layout: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def warmup(
             for method in methods:
                 for proposed in (None, draft) if draft_vocab_size else (None,):
                     more = dict(method=method, return_logprobs=return_logprobs)
-                    verify(logits, drafts, proposed, **rows, **where, **words, **layout, **more)
+                    verify(logits, drafts, proposed, **rows, **where, **adjust, **layout, **more)
 
 
 def _widths(num_draft_tokens: int, vocab_size: int, draft_vocab_size: int | None = None) -> list[int]:
@@ -111,7 +111,7 @@ def _widths(num_draft_tokens: int, vocab_size: int, draft_vocab_size: int | None
     return list({variant(width): width for width in range(1, num_draft_tokens + 2)}.values())
 
 
-def _words(size: int, logit_bias: bool, token_mask: bool, device: torch.device) -> dict[str, Any]:
+def _bias_and_mask(size: int, logit_bias: bool, token_mask: bool, device: torch.device) -> dict[str, Any]:
     """A bias and a mask that change nothing, as far as they are wanted."""
-    words = {"logit_bias": torch.zeros(size, device=device)} if logit_bias else {}
-    return words | ({"token_mask": torch.ones(size, dtype=torch.bool, device=device)} if token_mask else {})
+    found = {"logit_bias": torch.zeros(size, device=device)} if logit_bias else {}
+    return found | ({"token_mask": torch.ones(size, dtype=torch.bool, device=device)} if token_mask else {})

@@ -1,8 +1,10 @@
 """What all tests share. Without a GPU, Triton kernels run in Triton's interpreter, on CPU tensors."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,7 @@ def check_overflow(on: bool) -> None:
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=on, debug=on)
 
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ and recipes/ are not installed
 torch.set_num_threads(1)  # tiny models lose more by handing work over than a second core gives
 
 if not torch.cuda.is_available():

@@ -2,11 +2,7 @@
 
 import os
 import signal
-import sys
 import time
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
 from bench import gpu_report
 from bench.figures import Figures

@@ -1,15 +1,11 @@
 """The benchmark of acceptance: its figures for drafters that are always and never right, its file, its bad input."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
-
 import cli_fakes
+import pytest
 from tiny_models import random_prompts, tiny
 
 import engine

@@ -5,15 +5,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
-
 from stand_ins import fake_flashinfer, fake_vllm_fused, fake_vllm_v1, module
 
 from bench import bench_kernels, measure, timing

@@ -13,7 +13,7 @@ import pytest
 from cli_fakes import FakeEngine, json_lines, pipe
 
 import engine
-from engine import cli, demo_prompts, terminal
+from engine import cli, default_model, terminal
 from engine.errors import EngineError, InvalidLogitsError
 from engine.training.options import METHODS, TrainingOptions
 
@@ -290,9 +290,9 @@ def test_default_target(
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(demo_prompts, "MODEL_PACKAGE", package.name)
+    monkeypatch.setattr(default_model, "MODEL_PACKAGE", package.name)
     assert cli.main(["generate", "x"]) == 2
-    assert demo_prompts.INSTALL_MODEL in capsys.readouterr().err
+    assert default_model.INSTALL_MODEL in capsys.readouterr().err
     (package / "model.gguf").write_text("GGUF")
     assert cli.main(["generate", "x"]) == 0
     assert engines[0].target == str(package / "model.gguf")

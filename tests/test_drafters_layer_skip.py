@@ -18,7 +18,8 @@ import engine
 from engine import layer_search
 from engine.decoder_layers import DecoderLayers
 from engine.drafters.layer_skip import LayerSkipDrafter
-from engine.layer_search import AnsweredTexts, LayerSearch, expected_speedup, search_layers
+from engine.layer_search import AnsweredTexts, LayerSearch, search_layers
+from engine.metrics import expected_speedup
 from engine.model import RaggedModel
 
 NAMES = ["llama", "gpt2", "opt", "gpt_neox", "gemma3_text", "falcon", "mixtral"]
@@ -542,8 +543,8 @@ def test_one_prompt_of_one_token() -> None:
 def test_expected_speedup() -> None:
     """Leviathan et al., theorem 3.8, by its closed form; and costs by the weights that are read."""
     for a, c, k in ((0.8, 0.05, 4), (0.5, 0.5, 2), (0.0, 0.2, 1)):
-        assert expected_speedup(a, c, k) == pytest.approx((1 - a ** (k + 1)) / ((1 - a) * (k * c + 1)))
-    assert expected_speedup(1.0, 0.25, 4) == pytest.approx(2.5)
+        assert expected_speedup(a, k, c) == pytest.approx((1 - a ** (k + 1)) / ((1 - a) * (k * c + 1)))
+    assert expected_speedup(1.0, 4, 0.25) == pytest.approx(2.5)
     target = four_layers("llama", num_key_value_heads=4)
     found = search_layers(target, prompts()[:2], max_new_tokens=4)
     layer, head = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32, 32 * 64
@@ -551,7 +552,7 @@ def test_expected_speedup() -> None:
         pytest.approx((n * layer + head) / (4 * layer + head)) for n in (4, 3, 2, 1)
     ]
     for row in found.table:
-        speedups = {k: expected_speedup(row.agreement, row.cost, k) for k in range(1, 9)}
+        speedups = {k: expected_speedup(row.agreement, k, row.cost) for k in range(1, 9)}
         assert row.speedup == max(speedups.values()) == speedups[row.num_draft_tokens]
 
 

@@ -1,16 +1,12 @@
 """The end-to-end cases of the GPU report, in their form for a CPU: they run, and their figures make sense."""
 
 import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from graph_books import Books
 from torch.autograd import DeviceType
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
 import engine
 from bench import automatic_length, end_to_end, targets

@@ -6,7 +6,6 @@ import gc
 import itertools
 import json
 import pickle
-import sys
 import threading
 import time
 import tracemalloc
@@ -26,11 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
-from engine.backend import row_stats
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
-
 from bench.drafter_cases import drafters
+from engine.backend import row_stats
 from engine.detokenize import TextStream, decode, whole_text
 from engine.metrics import Stats
 from engine.scheduler import PREFILL_TOKENS, Request, prefill_chunk

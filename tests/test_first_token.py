@@ -1,15 +1,11 @@
 """The benchmark of the first token: who takes part, its turns and ratios, and (`-m slow`) its processes on a tiny checkpoint."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
-
 import cli_fakes
+import pytest
 
 from bench import first_token
 from bench.first_token import OURS, OURS_PLAIN, PARTS, THEIRS, THEIRS_GGUF
@@ -46,7 +42,7 @@ def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_gguf_file_is_compared_with_a_plain_folder_too(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.demo_prompts.find_model", lambda: str(gguf))
+    monkeypatch.setattr("engine.default_model.find_model", lambda: str(gguf))
     specs = first_token.contenders(None, None)
     own, plain, theirs, their_gguf = (specs[name] for name in (OURS, OURS_PLAIN, THEIRS, THEIRS_GGUF))
     assert (own["drafter"], plain["drafter"]) == (DEFAULT_DRAFTER, None)

@@ -11,12 +11,9 @@ from tiny_models import perturbed, random_prompts, tiny
 from transformers import PreTrainedModel
 
 import engine
+from bench.drafter_cases import ON_THE_HOST, drafters
 from engine.graphs import Graphs, clear_all
 from engine.model import EXACT_KV_GRANULARITY, RaggedModel
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
-
-from bench.drafter_cases import ON_THE_HOST, drafters
 
 pytestmark = pytest.mark.gpu
 CAPTURED = sorted(set(drafters(tiny("llama"))) - set(ON_THE_HOST))

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
-
 import report_steps
+import torch
 
 from bench import end_to_end, gpu_report, report, steps, timing
 from bench.figures import UNFINISHED, Figures

@@ -1,6 +1,5 @@
 """Capture and replay, with a capture that records Python instead of CUDA work: what it replays must still be right."""
 
-import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,11 +15,8 @@ from tiny_models import CONFIGS, greedy, perturbed, random_prompts, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
-from engine import round
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
-
 from bench.drafter_cases import ON_THE_HOST, drafters
+from engine import round
 from engine.backend import row_stats
 from engine.draft_length import FEW_CHOICES, AdaptiveLength
 from engine.graphs import Graphs, clear_all

@@ -49,9 +49,8 @@ def cases_of_tensors() -> list[Any]:
         options = TENSORS | (dict(origin=WHOLE) if call == "sample" else {})
         for name, value in (plain | options).items():
             wrong = [value.tolist(), value.numpy(), "1", 1.0, *([None] if name in NEEDED else [])]
-            wrong += (
-                [] if name in ("logits", "target_logits") else [value.to(META)]
-            )  # it is they that say where the others are to be
+            # It is the logits that say where the others are to be.
+            wrong += [] if name in ("logits", "target_logits") else [value.to(META)]
             for each in wrong:
                 kind = "meta" if isinstance(each, torch.Tensor) else type(each).__name__
                 cases.append(pytest.param(call, name, each, id=f"{call}-{name}-{kind}"))
@@ -100,7 +99,9 @@ def test_wrong_arguments(call: str, wrong: dict[str, Any], message: str) -> None
 def test_numbers_of_any_kind_are_taken() -> None:
     """Whole temperatures and half-precision ones."""
     for temperature in (WHOLE, REAL.half(), REAL.double(), REAL.int()):
-        ops.verify(**PLAIN["verify"], temperature=temperature)
+        verdict = ops.verify(**PLAIN["verify"], temperature=temperature)
+        expected = ops.verify(**PLAIN["verify"], temperature=temperature.float())
+        assert verdict.tokens.equal(expected.tokens) and verdict.num_accepted.equal(expected.num_accepted)
 
 
 @pytest.mark.parametrize(

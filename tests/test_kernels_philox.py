@@ -183,9 +183,8 @@ def test_the_bound_of_noise_in_a_race_is_above_it_and_close_where_tokens_win() -
         race_kernel[(1,)](noise, bound, words, time, BLOCK=2**14)
         gap = bound - noise
         assert gap.min() > 0.0005
-        assert (
-            gap[(noise > 2) & (words.to(torch.int64) > 100)].max() < 0.07
-        )  # of less, the half that is added to a word counts
+        # Of smaller words, the half that is added to each counts.
+        assert gap[(noise > 2) & (words.to(torch.int64) > 100)].max() < 0.07
 
 
 def largest_of_groups(noise: Tensor) -> Tensor:

@@ -89,9 +89,10 @@ def test_greedy_equals_transformers(name: str, exact: bool) -> None:
 def test_with_the_attention_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ragged kernel's twin, where its heads fit."""
     model = model_of(name)
-    if len(head_sizes(model.config)) == 1:
-        monkeypatch.setattr("engine.model.uses_ragged_kernel", lambda model: True)
-        texts(model, drafter="ngram")
+    if len(head_sizes(model.config)) > 1:
+        pytest.skip("heads of several sizes are not for the ragged kernel")
+    monkeypatch.setattr("engine.model.uses_ragged_kernel", lambda model: True)
+    texts(model, drafter="ngram")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 import gc
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +12,13 @@ from pretend_tensors import Device, OnCuda
 from tiny_models import CONFIGS, GROUPED_EXPERTS, perturbed, tiny
 
 import engine
+from bench import attention_cases, end_to_end, targets
+from bench.drafter_cases import ON_THE_HOST, drafters
+from bench.figures import Figures
 from engine.draft_length import FixedLength
 from engine.graphs import Graphs
 from engine.model import RaggedModel
 from engine.serving import Server
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
-
-from bench import attention_cases, end_to_end, targets
-from bench.drafter_cases import ON_THE_HOST, drafters
-from bench.figures import Figures
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8]]

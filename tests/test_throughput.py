@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 import throughput_runs
 from throughput_runs import CONTEXT, essence, medusa
 from tiny_models import greedy

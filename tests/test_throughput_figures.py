@@ -1,15 +1,11 @@
 """bench/throughput: the theory curve, rows, synthetic drafters, comparisons of texts, ratios."""
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 import throughput_runs
+import torch
 from throughput_runs import ONE
 from tiny_models import greedy, random_prompts, tiny
 
@@ -19,7 +15,8 @@ from bench.throughput.methods import Row, up_to_end
 from bench.throughput.summary import CallFigures, Summary, summarize
 from bench.throughput.synthetic import SyntheticDrafter
 from bench.throughput.table import cost_ratio
-from bench.throughput.theory import expected_acceptance, expected_speedup, expected_tokens, fitted_acceptance
+from bench.throughput.theory import expected_acceptance, fitted_acceptance
+from engine.metrics import expected_speedup, expected_tokens
 
 # fixtures
 one_thread = throughput_runs.one_thread

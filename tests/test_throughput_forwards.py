@@ -1,6 +1,5 @@
 """bench/throughput/forwards.py: which forward passes are timed."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,6 @@ import pytest
 import torch
 from eagle_checkpoints import Head
 from tiny_models import VOCAB, random_prompts, tiny
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
 import engine
 from bench.throughput import forwards

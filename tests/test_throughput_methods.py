@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 import throughput_fakes
 import throughput_runs
+import torch
 from graph_books import Books
 from throughput_runs import ONE, medusa, save
 from tiny_models import tiny
 from tiny_tokenizer import byte_tokenizer
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import engine
 from bench.throughput import match, run

@@ -2,13 +2,10 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 from tiny_tokenizer import byte_tokenizer
 
 from bench.throughput.prompts import OWN_PROMPTS, Prompt, cut, groups, read_prompts, render, select

@@ -1,15 +1,12 @@
 """Fixtures and helpers for tests of bench.throughput: tiny checkpoints, three prompts, and the command line over them."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 from head_checkpoints import medusa_shapes, random_tensors, write
 from tiny_models import perturbed, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer

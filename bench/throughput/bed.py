@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import engine
 from bench.throughput.options import Options
-from engine.demo_prompts import find_model
+from engine.default_model import find_model
 from engine.generation_config import eos_token_ids
 from engine.terminal import loading
 

@@ -11,7 +11,7 @@ from typing import Any
 from bench.throughput.options import BASELINES, Options
 from bench.throughput.presets import PRESETS
 from engine.config import VERIFICATION_METHODS
-from engine.demo_prompts import find_model
+from engine.default_model import find_model
 
 
 def _number_or_auto(text: str) -> int | str:

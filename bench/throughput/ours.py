@@ -13,6 +13,7 @@ from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, Row
 from bench.throughput.options import checkpoints, drafter_label, is_draft_model, synthetic_acceptance
 from bench.throughput.synthetic import SyntheticDrafter
 from engine.checkpoints import Checkpoint
+from engine.drafters.base import stages_of
 from engine.drafters.by_tokenizer import draft_model
 from engine.drafters.named import STAGED
 
@@ -88,15 +89,11 @@ class Ours(Method):
             **self._settings,
         )
         if self.drafts == "greedy":
-            for stage in self._stages():
+            for stage in stages_of(self._llm.drafter):
                 if hasattr(stage, "greedy"):  # lookups have no other way, nor have re-encoded drafts
                     stage.greedy = True
         if self._llm._server._round.graphs.enabled and not self.synthetic:  # its tensors lie elsewhere for each text
             self._capture(contest)
-
-    def _stages(self) -> tuple[Any, ...]:
-        """The drafter, or those in a cascade."""
-        return getattr(self._llm.drafter, "stages", (self._llm.drafter,))
 
     def _capture(self, contest: Contest) -> None:
         """All CUDA graphs that texts of a contest may need, so that none is captured while it is timed."""
@@ -139,7 +136,7 @@ class Ours(Method):
 
     def forget(self) -> None:
         """A suffix drafter would draft its own answer to the same prompt."""
-        for stage in self._stages():
+        for stage in stages_of(self._llm.drafter):
             if isinstance(stage, engine.SuffixDrafter):
                 stage.forget()
 

@@ -10,7 +10,8 @@ from typing import Any
 from bench.throughput.methods import OUR_PLAIN, Contest
 from bench.throughput.summary import Summary, overall
 from bench.throughput.table import cost_ratio
-from bench.throughput.theory import expected_acceptance, expected_speedup, expected_tokens, fitted_acceptance
+from bench.throughput.theory import expected_acceptance, fitted_acceptance
+from engine.metrics import expected_speedup, expected_tokens
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#000000")

@@ -19,7 +19,7 @@ from bench.throughput.match import Match, say, skip
 from bench.throughput.options import Options
 from bench.throughput.prompts import Prompt, groups, read_prompts, select
 from bench.throughput.records import Records, no_other_run
-from engine.demo_prompts import find_model
+from engine.default_model import find_model
 
 CODE = ("engine", "kernels", "bench/throughput")
 PACKAGES = ("torch", "triton", "transformers", "flashspec", "economize")  # that records depend on

@@ -9,7 +9,6 @@ import random
 from collections.abc import Hashable, Sequence
 
 import torch
-from torch import Tensor
 
 from engine import BatchState, Proposal, Verdict
 
@@ -46,8 +45,7 @@ class SyntheticDrafter:
 
         No position is drafted twice, once it has been decided, so each may be corrupted beforehand.
         """
-        slots = state.rows.tolist() if isinstance(state.rows, Tensor) else range(state.rows.start, state.rows.stop)
-        for slot, row, length in zip(slots, state.tokens.tolist(), (state.seq_lens + 1).tolist(), strict=True):
+        for slot, row, length in zip(state.slots, state.tokens.tolist(), (state.seq_lens + 1).tolist(), strict=True):
             prompt = row[:length]
             match = next((i for i, (known, _) in enumerate(self._waiting) if known == prompt), None)
             self._texts[slot] = [] if match is None else prompt + self._corrupted(self._waiting.pop(match)[1])

@@ -5,31 +5,12 @@ Its assumption: every drafted token stands with one probability, the acceptance,
 
 from collections.abc import Mapping
 
-
-def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
-    """Tokens per round, (1 - a^(K+1)) / (1 - a): equation 1.
-
-    Raises:
-        ValueError: for an acceptance outside [0, 1] or K < 0.
-    """
-    if not 0 <= acceptance <= 1:
-        raise ValueError(f"acceptance must be in [0, 1], got {acceptance}")
-    if num_draft_tokens < 0:
-        raise ValueError(f"num_draft_tokens must be >= 0, got {num_draft_tokens}")
-    return sum(acceptance**i for i in range(num_draft_tokens + 1))  # the same, and defined at 1
+from engine.metrics import expected_tokens
 
 
 def expected_acceptance(acceptance: float, num_draft_tokens: int) -> float:
     """Accepted / proposed tokens of rounds that all propose K >= 1: drafts behind a rejected one are lost."""
     return (expected_tokens(acceptance, num_draft_tokens) - 1) / num_draft_tokens
-
-
-def expected_speedup(acceptance: float, num_draft_tokens: int, cost_ratio: float) -> float:
-    """Over plain decoding (theorem 3.8), where drafting a token costs `cost_ratio` target calls and a target call costs
-    the same for one token and for K+1."""
-    if cost_ratio < 0:
-        raise ValueError(f"cost_ratio must be >= 0, got {cost_ratio}")
-    return expected_tokens(acceptance, num_draft_tokens) / (num_draft_tokens * cost_ratio + 1)
 
 
 def fitted_acceptance(tokens_per_round: Mapping[int, float]) -> float:

@@ -121,7 +121,8 @@ class CascadeDrafter:
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Tell each stage what it would have seen alone."""
         if len(self.stages) == 1:
-            return self.stages[0].observe(state, verdict)
+            self.stages[0].observe(state, verdict)
+            return
         drafts, self._drafts = self._drafts, []
         rounds = None
         if not state.can_look:
@@ -139,7 +140,6 @@ class CascadeDrafter:
                 continue
             for seen in _as_seen_by(own, state, verdict, rounds):
                 stage.observe(*seen)
-        return None
 
     def graph_key(self) -> Hashable | None:
         """The stages' own keys; None if one has none."""

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from ..backend import sample
-from ..config import check_bool, check_instance, is_number
+from ..config import check_bool, check_instance
 from ..graphs import bucket
-from ..model import RaggedModel
+from ..model import RaggedModel, last_valid
 from ..packing import pack_linears
 from ..penalty import penalise_repetition
 from ..state import BatchState, Proposal, Verdict
+from ..support import has_dynamic_rope
 from .draft_vocabulary import DraftVocabulary, SeenTokens
 from .eagle_files import build
 from .eagle_model import EagleModel, usual_layers
 from .head_files import HeadFiles, read_head
-from .proposals import confidence, likeliest, noise, nothing, side_by_side
+from .proposals import any_reaches, check_min_reach, confidence, likeliest, noise, nothing, side_by_side
 
 # Where a draft is less likely than this to be accepted, the next is not worth a step of a tenth of a target call.
 MIN_REACH = 0.3
@@ -57,8 +58,7 @@ class EagleDrafter:
     ) -> None:
         check_instance("model", model, EagleModel)
         check_bool("greedy", greedy)
-        if not is_number(min_reach) or not 0 <= min_reach <= 1:
-            raise ValueError(f"min_reach must be in [0, 1], got {min_reach!r}")
+        check_min_reach(min_reach)
         count = model.config.num_features if model.config.eagle == 3 else 1
         if layers is not None and len(layers) != count:
             raise ValueError(f"layers must be {count} hidden states, as the head was made for so many, got {layers!r}")
@@ -106,7 +106,7 @@ class EagleDrafter:
             layers = tuple(layer + (layer == count) for layer in layers)
         self._hidden = target.keep_hidden_states(layers)
         self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
-        if not _is_dynamic(config):  # such rotary embeddings go on; heads are often trained on short texts
+        if not has_dynamic_rope(config):  # such rotary embeddings go on; heads are often trained on short texts
             self._ragged.context_length = max(self._ragged.context_length, target.context_length)
         self._filled = torch.zeros(target.num_slots, dtype=torch.int64, device=target.device)
 
@@ -182,7 +182,7 @@ class EagleDrafter:
             yield proposal._replace(tokens=proposal.tokens.where(can_draft, -1))
             if self.ends_early(state):
                 reach = reach * sure
-                if not bool((reach[state.active] >= self.min_reach).any()):
+                if not any_reaches(reach, state, self.min_reach):
                     return
 
     def ends_early(self, state: BatchState) -> bool:
@@ -218,8 +218,7 @@ class EagleDrafter:
         tokens = state.gather((at + 1).clamp(max=state.tokens.shape[1] - 1))  # rows that lack less end sooner
         hidden = self._call(state, tokens, filled, missing, 0, features)
         self._filled[state.rows] = torch.where(state.active, state.seq_lens, filled)
-        last = (missing - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[-1])
-        return hidden.gather(1, last)
+        return last_valid(hidden, missing)
 
     def _features(self, state: BatchState, at: Tensor) -> dict[str, Tensor]:
         return {"hidden_states": self.model.fuse(self._hidden.gather(state.rows, at))}
@@ -259,8 +258,3 @@ class EagleDrafter:
             return Proposal(tokens, confidence=sure), sure
         stats = stats._replace(argmax=vocabulary.target_ids(stats.argmax.clamp(min=0), seen))
         return Proposal(tokens, vocabulary.of_target(logits, seen), stats), sure
-
-
-def _is_dynamic(config: Any) -> bool:
-    """Whether rotary frequencies depend on the length of a text."""
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in ("longrope", "dynamic")

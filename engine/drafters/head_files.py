@@ -31,7 +31,7 @@ class HeadFiles:
         return value
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_head_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder. That of an EAGLE head may be wrapped, as vLLM does it: its own keys and, inside, the layer's.
 
     Raises:
@@ -64,7 +64,7 @@ def read_head(folder: Path) -> HeadFiles:
         except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
             raise ValueError(f"drafter must be an intact checkpoint; reading {file} failed: {error}") from error
         tensors |= {name: value for name, value in dict(found).items() if isinstance(value, Tensor)}
-    return HeadFiles(folder, read_config(folder), tensors)
+    return HeadFiles(folder, read_head_config(folder), tensors)
 
 
 def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file_name: str) -> None:
@@ -95,7 +95,7 @@ def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[s
         for place, complete in new.items():
             os.replace(complete, place)
     except SafetensorError as error:  # its own kind of error for a full disk
-        raise OSError(f"{weights} could not be written: {error}") from error
+        raise OSError(f"{folder / file_name} could not be written: {error}") from error
     finally:
         for complete in new.values():
             complete.unlink(missing_ok=True)

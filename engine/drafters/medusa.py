@@ -28,6 +28,9 @@ class MedusaDrafter(HiddenHeadDrafter):
         model: the heads; they are moved to the target's device and dtype by `attach`, and on a CPU their weights are packed.
         greedy: propose what is likeliest instead of drawing from the heads' distributions.
         source: where the heads are from, for messages.
+
+    Raises:
+        ValueError: naming the argument, the value and the rule.
     """
 
     model: MedusaHeads

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, rms_norm
 
-from ..config import check_int, is_number
+from ..config import check_int
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal
 from .head_files import HeadFiles, fill, write_head
 from .hidden_head import HeadModel, HiddenHeadDrafter
-from .proposals import nothing, side_by_side
+from .proposals import any_reaches, check_min_reach, nothing, side_by_side
 
 MIN_REACH = 0.1  # drafting ends where a draft is less likely than this to be accepted, on a CPU, where looking is free
 _ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
@@ -115,8 +115,7 @@ class MlpSpeculatorDrafter(HiddenHeadDrafter):
         self, model: MlpSpeculator, greedy: bool = False, min_reach: float = MIN_REACH, source: Any = "drafter"
     ) -> None:
         super().__init__(model, greedy, source)
-        if not is_number(min_reach) or not 0 <= min_reach <= 1:
-            raise ValueError(f"min_reach must be in [0, 1], got {min_reach!r}")
+        check_min_reach(min_reach)
         self.min_reach = min_reach
 
     @staticmethod
@@ -171,7 +170,7 @@ class MlpSpeculatorDrafter(HiddenHeadDrafter):
             tokens = steps[-1].tokens.clamp(min=0)
             if steps[-1].confidence is not None and state.can_look:
                 reach = reach * steps[-1].confidence
-                if not bool((reach[state.active] >= self.min_reach).any()):
+                if not any_reaches(reach, state, self.min_reach):
                     break
         return side_by_side(steps)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..backend import RowStats, row_stats, sample
 from ..config import check_bool, check_instance
 from ..graphs import bucket
-from ..model import RaggedModel
+from ..model import RaggedModel, last_valid
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
 from .proposals import noise, probability
@@ -47,7 +47,11 @@ class DraftModel:
         self._caught_up = 0  # of them, in a proposal that has not been observed
 
     def attach(self, target: RaggedModel) -> None:
-        """Make a cache for the target's slots; drafts are drawn from ids that both models have."""
+        """Make a cache for the target's slots; drafts are drawn from ids that both models have.
+
+        Raises:
+            UnsupportedModelError: if the draft model cannot be decoded over a ragged cache.
+        """
         self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
         embeddings: Any = self.model.get_input_embeddings()
         if target.vocab_size > embeddings.num_embeddings:
@@ -75,8 +79,7 @@ class DraftModel:
         start, fed, width = self._unread(state)
         ends = state.gather(start[:, None] + torch.arange(width, device=start.device))
         logits = self._decode(state, ends, start, fed, extra=0)
-        last = (fed - 1).clamp(min=0)[:, None, None].expand(-1, -1, logits.shape[-1])
-        steps = [self._draw(state, penalise_drafter(logits.gather(1, last), state), 0)]
+        steps = [self._draw(state, penalise_drafter(last_valid(logits, fed), state), 0)]
         for step in range(1, num_draft_tokens):
             start = state.seq_lens + step
             inside = (start < state.limits).long()

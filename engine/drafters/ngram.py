@@ -28,6 +28,9 @@ class NGramDrafter(LookupDrafter):
     Args:
         min_ngram: shortest match that counts, >= 1.
         max_ngram: longest match looked for, >= min_ngram.
+
+    Raises:
+        ValueError: naming the argument, the value and the rule.
     """
 
     observes_width_only = True  # see `Drafter`

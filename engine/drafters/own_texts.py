@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model import RaggedModel
+from ..model import RaggedModel, last_valid
 from ..state import BatchState
 from .vocabulary import decode_after, encode, encode_after, first_tokens, last_text, special_ids
 
@@ -135,7 +135,7 @@ class OwnTexts:
             if row:
                 self._cached[slot] = list(row)
         logits = self._ragged.decode(tokens, self._tensor(starts), fed, state.rows, max(self._longest, 1))
-        return logits.gather(1, (fed - 1).clamp(min=0)[:, None, None].expand(-1, -1, logits.shape[-1]))
+        return last_valid(logits, fed)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [B, 1, V] after one more token of each row, [B, 1] int64."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..backend import DRAFT, SAMPLE, RowStats, row_stats
-from ..config import GREEDY_BELOW
+from ..config import is_number
 from ..state import BatchState, Proposal
 
 BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
@@ -20,6 +20,17 @@ def noise(state: BatchState, step: int | Tensor) -> dict[str, Any]:
     origin, stream = (None, SAMPLE) if state.coupled else (state.position, DRAFT)
     position = state.position + step
     return {**state.sampling, "seed": state.seed, "position": position, "origin": origin, "stream": stream}
+
+
+def check_min_reach(value: Any) -> None:
+    """A ValueError unless it is a number in [0, 1]."""
+    if not is_number(value) or not 0 <= value <= 1:
+        raise ValueError(f"min_reach must be in [0, 1], got {value!r}")
+
+
+def any_reaches(reach: Tensor, state: BatchState, min_reach: float) -> bool:
+    """Whether the drafts of some active row are all accepted with at least this chance, by `reach` [B, 1]; waits for the device."""
+    return bool((reach[state.active] >= min_reach).any())
 
 
 def nothing(state: BatchState) -> Proposal:
@@ -111,7 +122,7 @@ def _of_drafts(proposal: Proposal, state: BatchState) -> Tensor | None:
     """[B, K] q of the drafts, of greedy rows at temperature 1; None without logits and stats."""
     if proposal.logits is None or proposal.stats is None:
         return None
-    temperature = state.temperature.masked_fill(state.temperature < GREEDY_BELOW, 1)[:, None]
+    temperature = state.temperature.masked_fill(state.temperature == 0, 1)[:, None]
     return probability(proposal.tokens, proposal.logits, proposal.stats, temperature)
 
 

@@ -9,10 +9,10 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
-from ..hub import may_be_hub_id, naming
+from ..hub import may_be_hub_id, naming_errors
 from .base import Drafter
 from .eagle import EagleDrafter
-from .head_files import HeadFiles, read_config, read_head
+from .head_files import HeadFiles, read_head, read_head_config
 from .medusa import MedusaDrafter
 from .mlp import MlpSpeculatorDrafter
 
@@ -37,11 +37,11 @@ def recognise(location: str | Path) -> Drafter | None:
     if folder.is_dir():
         if not str(location) or not (folder / "config.json").is_file():
             return None
-        return _from_folder(folder, read_config(folder))
+        return _from_folder(folder, read_head_config(folder))
     if folder.exists() or not may_be_hub_id(str(location)):
         return None
-    with naming(str(location), "drafter"):
-        config = read_config(Path(str(cached_file(str(location), "config.json"))).parent)
+    with naming_errors(str(location), "drafter"):
+        config = read_head_config(Path(str(cached_file(str(location), "config.json"))).parent)
     if _kind(config) is None and not _may_be_eagle(config):
         return None
     return _from_folder(_fetch(str(location)), config)

@@ -7,15 +7,12 @@ tells others apart, and `last_state_normed`, a key of our own, those that read t
 repository's, with `midlayer.` for `layers.0.` and the layer's sizes beside the other keys of the config.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
+from ..drafters.head_files import write_head
 from .eagle3 import Eagle3Training
-from .files import replacing
 
 # Hidden states that others fuse: `fc` in vLLM's and SGLang's llama_eagle3.py has 3 * hidden_size columns.
 NUM_LAYERS = 3
@@ -38,11 +35,7 @@ def save_eagle3(training: Eagle3Training, folder: Path, target: str, architectur
     Raises:
         OSError: if there is no room; a file that was there is still there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "model.safetensors") as partial:
-        save_file(training.tensors(), partial, metadata={"format": "pt"})
-    with replacing(folder / "config.json") as partial:
-        partial.write_text(json.dumps(config(training, target, architecture), indent=2) + "\n", encoding="utf-8")
+    write_head(folder, config(training, target, architecture), training.tensors(), "model.safetensors")
 
 
 def for_this_engine_alone(layers: Sequence[int], num_target_layers: int, freeze_head: bool) -> list[str]:

@@ -57,11 +57,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         EngineError: if the training diverges.
     """
     out = Path(out)
-    if isinstance(prompts, str) or len(prompts) < 2:
-        raise ValueError(f"prompts must be at least 2, one of them for validation, got {len(prompts)}")
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str) and not prompt.strip():
-            raise ValueError(f"prompts[{index}] must not be empty")
+    _check_prompts(prompts)
     shared = [field.name for field in fields(options) if field.metadata.get("part_of_settings", True)]
     settings = settings_of({name: getattr(options, name) for name in shared}, prompts)
     check_out(out, settings)
@@ -92,13 +88,9 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         del llm  # and the buffers of its batch
         held = min(max(1, round(options.validation_share * len(answers))), len(answers) - 1)
         parts = {"training": answers[:-held], "validation": answers[-held:]}
-        texts = {}
-        for name, part in parts.items():
-            with no_room(work / name):
-                (work / name).mkdir(exist_ok=True)
-            texts[name] = KeptTexts(target, part, layers, work / name, limit)
-        room = math.inf if options.max_disk_gb is None else options.max_disk_gb * 1e9
+        texts = _kept_texts(target, parts, layers, work, limit)
         if not is_done(work, options.epochs):  # if it is, they may have been deleted, for the room that they take
+            room = math.inf if options.max_disk_gb is None else options.max_disk_gb * 1e9
             texts["training"].write(room - texts["validation"].num_bytes)
             texts["validation"].write(room)
         objective = _objective(target, parts["training"], options, start)
@@ -117,6 +109,26 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         with replacing(out / "README.md") as partial:
             partial.write_text(card(options, parts, log, num_layers), encoding="utf-8")
     return out
+
+
+def _check_prompts(prompts: Sequence[Any]) -> None:
+    if isinstance(prompts, str) or len(prompts) < 2:
+        raise ValueError(f"prompts must be at least 2, one of them for validation, got {len(prompts)}")
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str) and not prompt.strip():
+            raise ValueError(f"prompts[{index}] must not be empty")
+
+
+def _kept_texts(
+    target: PreTrainedModel, parts: dict[str, list[Answer]], layers: tuple[int, ...], work: Path, limit: int
+) -> dict[str, KeptTexts]:
+    """The texts of each part, with a folder for their hidden states."""
+    texts = {}
+    for name, answers in parts.items():
+        with no_room(work / name):
+            (work / name).mkdir(exist_ok=True)
+        texts[name] = KeptTexts(target, answers, layers, work / name, limit)
+    return texts
 
 
 def _wrapped(prompt: Any, tokenizer: Any) -> Any:
@@ -216,7 +228,8 @@ def frequent_tokens(answers: Sequence[Answer], num_tokens: int, count: int) -> t
 
 def _save(objective: Any, target: PreTrainedModel, tokenizer: Any, out: Path, options: TrainingOptions) -> None:
     if isinstance(objective, Eagle3Training):
-        save_eagle3(objective, out, options.target, type(target).__name__)
+        with no_room(out):
+            save_eagle3(objective, out, options.target, type(target).__name__)
         return
     with no_room(out), tempfile.TemporaryDirectory(prefix=SAVING, dir=out) as scratch:
         objective.save(Path(scratch))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import engine
-from engine.demo_prompts import find_model
+from engine.default_model import find_model
 from engine.training.answers import answer_prompts
 
 TEXT_OPENINGS = {  # behind these comes a text; all with their weight
