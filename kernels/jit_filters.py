@@ -88,7 +88,9 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
     peaks = fetch_group_peaks(memory, row, tl.arange(0, NUM_GROUPS))
     floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
     if not by_count:
-        light = (total - wanted) / (2 * vocab_size_of(rows))  # tokens that weigh no more may all be left out
+        # Tokens that weigh no more may all be left out. What is wanted may be more than there is, by rounding; the logarithm of a
+        # negative number would make the search endless.
+        light = tl.maximum(total - wanted, 0.0) / (2 * vocab_size_of(rows))
         floor = tl.maximum(lowest, logit_key(best + tl.log(light) / inverse_temperature, SHIFT))
     low, tokens = groups_bound(peaks, tl.where(by_count, wanted.to(tl.int32), _FEW), floor, highest, SHIFT)
     promising = tokens <= _CANDIDATES

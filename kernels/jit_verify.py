@@ -94,9 +94,10 @@ def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
         peak = fetch(blocks_at(memory, BLOCK_PEAK, row[:, None]) + block, known, float("-inf"))
         mass = fetch(blocks_at(memory, BLOCK_MASS, row[:, None]) + block, known, 0.0)
         higher = tl.maximum(best, tl.max(peak, axis=1))
-        colder = tl.where(total > 0, (best - higher) * inverse_temperature, 0.0)
+        # exp of less than -1000 is 0, times any finite number; a mass times the lowest of floats would not be finite.
+        colder = tl.where(total > 0, tl.maximum((best - higher) * inverse_temperature, -1000.0), 0.0)
         if METHOD == "typical":
-            cooler = tl.where(mass > 0, (peak - higher[:, None]) * inverse_temperature, 0.0)
+            cooler = tl.where(mass > 0, tl.maximum((peak - higher[:, None]) * inverse_temperature, -1000.0), 0.0)
             its_heat = fetch(blocks_at(memory, BLOCK_HEAT, row[:, None]) + block, known, 0.0)
             its_heat = tl.sum(tl.exp(cooler) * (its_heat + mass * cooler), axis=1)
             heat = tl.exp(colder) * (heat + total * colder) + its_heat
