@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from bench import timing
 from bench.cases import Case, check_emitted, check_ours, make_inputs, our_call, rotated
 from bench.figures import failure, gpu_is_lost, tidy
@@ -115,6 +117,7 @@ class Contest:
 
     def run(self, repeats: int, seconds: float = math.inf) -> list[Record]:
         """Time all in turns; `seconds` is about how long that may take."""
+        self._leave_out_failing()
         contenders = {str(number): contender for number, (_, contender) in enumerate(self.entries)} | self.copies
         timings = timing.interleave(contenders, repeats=repeats, seconds=seconds, cuda=self.cuda)
         for number, (record, _) in enumerate(self.entries):
@@ -126,6 +129,19 @@ class Contest:
                 copy = timings.get(f"copy {record.contract_bytes}")
                 record.copy_gb_per_s = record.contract_bytes / copy.median / 1e9 if copy else None
         return [record for record, _ in self.entries] + self.failed
+
+    def _leave_out_failing(self) -> None:
+        """Those that no longer run once all others have begun, as after somebody's failed capture; they stop nobody else."""
+        running = []
+        for record, contender in self.entries:
+            try:
+                contender.run()
+                if self.cuda:
+                    torch.cuda.synchronize()
+                running.append((record, contender))
+            except Exception as error:
+                self.failed.append(replace(record, **failure(error)))
+        self.entries = running
 
 
 def contest(

@@ -25,6 +25,7 @@ from .support import (
     why_eager,
     windows,
 )
+from .transfers import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class RaggedModel:
         """
         longest = max(end - begin for begin, end in spans)
         width = max(min(PREFILL_WIDTH, longest), 1)
-        first, last = (torch.tensor(column, device=self.device) for column in zip(*spans, strict=True))
+        first, last = (to_device(column, self.device) for column in zip(*spans, strict=True))
         place = torch.arange(width, device=self.device)
         for done in range(0, longest, width):
             start = first + done

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from .config import EngineConfig, SamplingParams
 from .draft_length import FixedLength
@@ -21,6 +20,7 @@ from .round import Round
 from .scheduler import PREFILL_TOKENS, Request, Scheduler, prefill_chunk
 from .slots import Slots
 from .state import BatchState, Proposal
+from .transfers import to_device, to_host
 
 
 class Server:
@@ -129,7 +129,7 @@ class Server:
             lengths = tuple(len(request.prompt) for request in requests)
             state = replace(self._slots.select(self._slots.rows(requests), requests), prompt_lengths=lengths)
             self._round.drafter.prefill(state)
-        limits = torch.tensor([request.limit for request in requests], device=self._state.limits.device)
+        limits = to_device([request.limit for request in requests], self._device)
         self._state.limits[self._slots.rows(requests)] = limits
         for request in requests:
             scheduler.start(request)
@@ -156,7 +156,7 @@ class Server:
             packed = self._round.run(state, asked, self._trim(rows, first))
             arrived = None
             if self._late:  # the next round may write over it
-                packed, arrived = _sent_to_host(packed)
+                packed, arrived = to_host(packed)
         usual = self._round.graphs.set_up == set_up
         without_drafts = frozenset(slot for slot, request in running.items() if request.without_drafts)
         spans = self._round.clock.take()
@@ -199,14 +199,3 @@ class Server:
                 if rejected or self._late:  # as the next round is under way
                     self._slots.unclean.add(request.slot)
         return advanced
-
-
-def _sent_to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy on the host, and the event after which it is complete."""
-    if not tensor.is_cuda:
-        return tensor.clone(), None
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copy.copy_(tensor, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(tensor.device))
-    return copy, arrived

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .config import EngineConfig
@@ -10,6 +9,7 @@ from .graphs import bucket
 from .round import Round
 from .scheduler import Request
 from .state import BatchState
+from .transfers import to_device
 
 
 class Slots:
@@ -25,20 +25,20 @@ class Slots:
 
     def __init__(self, round_: Round, state: BatchState, config: EngineConfig) -> None:
         self._round, self._config = round_, config
-        self.state = state
+        self.state, self._device = state, state.tokens.device
         self.unclean: set[int] = set()
         self._reserved = 0  # length of the rows that there is room for everywhere
 
     def begin(self, requests: list[Request]) -> None:
         """Put requests, of which there is at least one, into their slots, not yet active."""
         taken = [request.slot for request in requests]
-        slots = torch.tensor(taken, device=self.state.tokens.device)
+        slots = to_device(taken, self._device)
         for slot in self.unclean.intersection(taken):
             self._round.target.cache.begin_rows(slice(slot, slot + 1))
             self.unclean.remove(slot)
         longest = max(request.length for request in requests)
         padded = [request.prompt + [0] * (longest - len(request.prompt)) for request in requests]
-        self.state.tokens[slots, :longest] = torch.tensor(padded, device=slots.device)
+        self.state.tokens[slots, :longest] = to_device(padded, self._device)
         columns = {
             "seq_lens": [len(request.prompt) - 1 for request in requests],
             "limits": [0 for _ in requests],
@@ -52,7 +52,7 @@ class Slots:
         }
         for name, values in columns.items():
             column = getattr(self.state, name)
-            column[slots] = torch.tensor(values, dtype=column.dtype, device=column.device)
+            column[slots] = to_device(values, self._device, column.dtype)
         self.reserve(max(request.limit for request in requests))
 
     def reserve(self, length: int) -> None:
@@ -84,7 +84,7 @@ class Slots:
         first, last = requests[0].slot, requests[-1].slot
         if last - first + 1 == len(requests):
             return slice(first, last + 1)
-        return torch.tensor([request.slot for request in requests], device=self.state.tokens.device)
+        return to_device([request.slot for request in requests], self._device)
 
     def select(self, rows: slice | Tensor, requests: Sequence[Request], unread: int = 0) -> BatchState:
         """These rows of the state; `unread` tokens may have been added to each that the host does not know yet."""

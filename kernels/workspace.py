@@ -29,10 +29,11 @@ def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple
         return zeros, torch.empty(num_floats, dtype=torch.float32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     memory = stream_memory()
-    counters, scratch = memory.get((device, stream), (None, None))
+    counters, scratch = memory.pop((device, stream), (None, None))
     if counters is None or counters.numel() < num_counters:
         counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
     if scratch is None or scratch.numel() < num_floats:
+        scratch = None  # the smaller one goes before the larger one comes
         scratch = torch.empty(num_floats, dtype=torch.float32, device=device)
     memory[device, stream] = counters, scratch
     return counters, scratch

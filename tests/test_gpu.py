@@ -146,6 +146,7 @@ assert not graphs.enabled
 assert torch.cuda.current_stream() == before
 torch.cuda.empty_cache()
 assert (ones + ones).tolist() == [2.0] * 3
+assert torch.rand(2, device="cuda").max() < 1
 """
 
 

@@ -16,6 +16,7 @@ from ..packing import pack_linears
 from ..penalty import penalise_repetition
 from ..state import BatchState, Proposal, Verdict
 from ..support import has_dynamic_rope
+from ..transfers import to_device
 from .draft_vocabulary import DraftVocabulary, SeenTokens
 from .eagle_files import build
 from .eagle_model import EagleModel, usual_layers
@@ -153,7 +154,7 @@ class EagleDrafter:
         spans = [(0, max(length - 2, 0)) for length in state.prompt_lengths]
         if any(end for _, end in spans):
             self.ragged.prefill(state.tokens[:, 1:], spans, state.rows, lambda at: self._features(state, at))
-        self._filled[state.rows] = torch.tensor([end for _, end in spans], device=self._filled.device)
+        self._filled[state.rows] = to_device([end for _, end in spans], self._filled.device)
         self._behind = max(self._behind, 1)
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:

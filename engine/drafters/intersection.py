@@ -16,6 +16,7 @@ from ..config import check_instance
 from ..model import RaggedModel
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
+from ..transfers import to_device
 from .model import DraftModel
 from .own_texts import OwnTexts, Translation
 from .vocabulary import SharedVocabulary
@@ -80,7 +81,7 @@ class IntersectionDraftModel(DraftModel):
             steps.append(self._draw(state, logits, step))
         proposal = self._proposal(state, steps)
         # A text of nothing but special tokens that the drafter does not have is empty for it.
-        drafting = torch.tensor([bool(text and text.ids) for text in texts], device=logits.device)
+        drafting = to_device([bool(text and text.ids) for text in texts], logits.device)
         return proposal._replace(tokens=proposal.tokens.where(drafting[:, None], -1))
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:

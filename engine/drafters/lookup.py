@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from ..state import BatchState, Proposal
+from ..transfers import to_device
 
 Tokens = npt.NDArray[np.integer[Any]]
 Places = npt.NDArray[np.intp]
@@ -29,8 +30,8 @@ class LookupDrafter(ABC):
         found = [self.continuation(slot, text, num_draft_tokens) if active else [] for slot, text, active in rows]
         padded = [drafts + [(-1, 0.0)] * (num_draft_tokens - len(drafts)) for drafts in found]
         device, shape = state.tokens.device, (len(found), num_draft_tokens)
-        tokens = torch.tensor([[token for token, _ in row] for row in padded], dtype=torch.int64, device=device)
-        sure = torch.tensor([[chance for _, chance in row] for row in padded], dtype=torch.float32, device=device)
+        tokens = to_device([[token for token, _ in row] for row in padded], device, torch.int64)
+        sure = to_device([[chance for _, chance in row] for row in padded], device, torch.float32)
         return Proposal(tokens.view(shape), confidence=sure.view(shape))
 
     def ends_early(self, state: BatchState) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..model import RaggedModel, last_valid
 from ..state import BatchState
+from ..transfers import to_device
 from .vocabulary import decode_after, encode, encode_after, first_tokens, last_text, special_ids
 
 _WIDEST = 16  # more missing tokens than this are read without the head, before a round's first call
@@ -181,7 +182,7 @@ class OwnTexts:
         return self._tensor([row + [0] * (width - len(row)) for row in rows])
 
     def _tensor(self, values: Any) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._ragged.device)
+        return to_device(values, self._ragged.device, torch.int64)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

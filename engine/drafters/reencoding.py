@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..config import check_instance
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
+from ..transfers import to_device
 from .intersection import check_tokenizers
 from .own_texts import OwnTexts, Translation
 from .vocabulary import SharedVocabulary, decode_after, encode_after, special_ids
@@ -83,7 +84,7 @@ class ReencodingDraftModel:
         for text, count, continuation in zip(texts, counts, continuations, strict=True):
             drafts = self._in_target_ids(text, continuation[:count]) if text is not None and count else []
             rows.append((drafts + [-1] * num_draft_tokens)[:num_draft_tokens])
-        return Proposal(torch.tensor(rows, dtype=torch.int64, device=state.tokens.device))
+        return Proposal(to_device(rows, state.tokens.device, torch.int64))
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Nothing to do: `propose` reads the text."""
