@@ -34,8 +34,7 @@ class Functions(TorchFunctionMode):
             made.pretended_pinned = True
             return made
         if is_cuda(kwargs.get("device")) and name in ("tensor", "as_tensor", "scalar_tensor"):
-            # Of the host's data; from a tensor, the copy is under way.
-            if self.device.capturing is not None and not isinstance(args[0], torch.Tensor):
+            if not isinstance(args[0], torch.Tensor):  # from a tensor, the copy is under way
                 self.device.wait("a tensor is made from the host's data")
             del kwargs["device"]
             made = func(*args, **kwargs)

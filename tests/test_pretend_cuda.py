@@ -73,6 +73,31 @@ def test_a_good_draft_model(device: Device, monkeypatch: pytest.MonkeyPatch, tem
     check_text(device, monkeypatch, lambda model: engine.DraftModel(perturbed(model, 0.05)), temperature)
 
 
+@pytest.mark.parametrize("name", ["none", "ngram", "draft model of two layers", "eagle"])
+def test_prompts_that_take_slots_wait_for_nobody(device: Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The round before is under way then."""
+    waits, steps = [], {step: getattr(Server, step) for step in ("_begin", "_prefill")}
+
+    def counted(step: str) -> Any:
+        def run(self: Server, *args: Any) -> Any:
+            before = device.waits
+            result = steps[step](self, *args)
+            waits.append(device.waits - before)
+            return result
+
+        return run
+
+    model = target().to("cuda")
+    drafter: Any = None if name == "none" else drafters(model)[name]()
+    llm = engine.load(model, drafter=drafter, num_draft_tokens=2, max_batch_size=2, exact=False)
+    params = engine.SamplingParams(max_new_tokens=3)
+    llm.generate(PROMPTS, params)  # makes buffers
+    for step in steps:
+        monkeypatch.setattr(Server, step, counted(step))
+    llm.generate(PROMPTS, params)
+    assert len(waits) > len(PROMPTS) and not any(waits)
+
+
 class Pauses(FixedLength):
     """Two drafts, after more and more rounds without."""
 

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from ..config import check_int
 from ..state import BatchState, Proposal, Verdict
+from ..transfers import to_device
 from .lookup import LookupDrafter, Tokens, matches
 
 # How often the token after a match of 1, 2, ... tokens comes again: greedy answers of SmolLM2-135M-Instruct to 800 prompts.
@@ -88,4 +89,4 @@ class NGramDrafter(LookupDrafter):
 @cache
 def _chances_on(device: torch.device) -> Tensor:
     """`_CHANCES` [8] float32. Made once: copying from the host is not allowed while a CUDA graph is captured."""
-    return torch.tensor(_CHANCES, device=device)
+    return to_device(_CHANCES, device)
