@@ -113,7 +113,8 @@ def check_checkpoint(source: str, role: str) -> None:
 def _check_source(source: Any, role: str) -> Path:
     """A folder or a GGUF file, or nothing that exists: a hub id then."""
     if not isinstance(source, str | Path) or not str(source):
-        raise ValueError(f"{role} must be a hub id, a path or a PreTrainedModel, got {source!r}")
+        got = repr(source) if isinstance(source, str | int | float | None) else f"a {type(source).__name__}"
+        raise ValueError(f"{role} must be a hub id, a path or a PreTrainedModel, got {got}")
     path = existing_path(str(source), role)
     if path.is_file() and path.suffix.lower() != ".gguf":
         raise ValueError(f"{role} must be a GGUF file, a folder or a hub id, got the file {path}")

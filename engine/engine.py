@@ -73,8 +73,11 @@ class Engine:
     @property
     def target_model(self) -> PreTrainedModel:
         """The live target. On a CPU its packed layers have a `weight`, but no parameters: `parameters()` lacks these, and
-        `state_dict()` unpacks them."""
+        `state_dict()` unpacks them. Such a weight is a copy: to change weights, load a live model, and change that."""
         return self._target.model
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an Engine cannot be copied or pickled: load one in each process")
 
     @overload  # a string is a sequence of strings too, but comes first here
     def generate(  # type: ignore[overload-overlap]

@@ -19,7 +19,7 @@ def read_prompts(arguments: list[str], file: str | None) -> list[str]:
     if file is None:
         if sys.stdin.isatty():
             raise ValueError("no prompt: give one as an argument, with --prompts-file, or on standard input")
-        return [sys.stdin.read().removesuffix("\n")]
+        return [sys.stdin.read().removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")]
     lines = [(number, line) for number, line in enumerate(read_lines(file), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{file} must hold at least one prompt, but it is empty")

@@ -47,7 +47,7 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
         ValueError: naming the prompt and the rule that it breaks.
     """
     if isinstance(prompt, BatchEncoding):
-        prompt = prompt.get("input_ids")
+        prompt = _unpadded(prompt)
     if _is_array(prompt):
         if prompt.ndim == 2 and len(prompt) == 1:  # as a tokenizer makes it of one text
             prompt = prompt[0]
@@ -77,15 +77,31 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
     return [int(token) for token in ids]
 
 
+def _unpadded(encoding: BatchEncoding) -> Any:
+    """The ids of what a tokenizer returns for one text, without those that its attention mask leaves out."""
+    ids, mask = (_of_one_text(encoding.get(name)) for name in ("input_ids", "attention_mask"))
+    if mask is None or ids is None or len(ids) != len(mask):
+        return ids
+    return [token for token, seen in zip(_listed(ids), _listed(mask), strict=True) if seen]
+
+
+def _of_one_text(values: Any) -> Any:
+    """The only row of a batch of one."""
+    return values[0] if values is not None and len(values) == 1 and hasattr(values[0], "__len__") else values
+
+
 def _render_chat(messages: list[dict[str, Any]], name: str, tokenizer: Any) -> list[int]:
-    messages = [{**message, "content": _joined(message.get("content"))} for message in messages]
     for message in messages:
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        content = message.get("content")
+        said = isinstance(content, str) or _is_text_parts(content) or (content is None and message.get("tool_calls"))
+        if not said or not isinstance(message.get("role"), str):
             raise ValueError(
                 f"{name} must hold chat messages with 'role' and 'content', both strings, got {message!r:.200}"
             )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{name} holds chat messages, but the tokenizer has no chat template: pass text instead")
+    if any(_is_text_parts(message.get("content")) for message in messages) and not _renders_parts(tokenizer):
+        messages = [{**message, "content": _joined(message.get("content"))} for message in messages]
     begun = messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
@@ -97,11 +113,29 @@ def _render_chat(messages: list[dict[str, Any]], name: str, tokenizer: Any) -> l
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def _is_text_parts(content: Any) -> bool:
+    """A list of {"type": "text", "text": ...}, as clients of multimodal models send it."""
+    return (
+        isinstance(content, list)
+        and len(content) > 0
+        and all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+        and all(isinstance(part.get("text"), str) for part in content)
+    )
+
+
+def _renders_parts(tokenizer: Any) -> bool:
+    """Whether the chat template knows what to do with such a list; one that does not fails, or prints it as it is."""
+    probe = "a part of a message"
+    messages = [{"role": "user", "content": [{"type": "text", "text": probe}]}]
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception:  # of many kinds, as templates are programs
+        return False
+    return probe in text and "'type'" not in text and '"type"' not in text
+
+
 def _joined(content: Any) -> Any:
-    """The text of a list of {"type": "text", "text": ...}; what is anything else stays as it is."""
-    parts = content if isinstance(content, list) else []
-    texts = [part["text"] for part in parts if isinstance(part, dict) and part.get("type") == "text" and "text" in part]
-    return "".join(texts) if texts and len(texts) == len(parts) else content
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def check_unicode(text: str, name: str) -> None:
@@ -122,6 +156,10 @@ def _need(tokenizer: Any, name: str, kind: str) -> Any:
 def _is_array(value: Any) -> bool:
     """A tensor or an array, of which those without a dimension are numbers."""
     return getattr(value, "ndim", 0) > 0
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if _is_array(values) else list(values)
 
 
 def _is_int(value: Any) -> bool:

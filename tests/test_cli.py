@@ -159,7 +159,9 @@ def test_prompts_from_stdin(engines: list[FakeEngine], monkeypatch: pytest.Monke
     assert cli.main(["generate", "-t", "model", "--json"]) == 0
     pipe(monkeypatch, "one\ntwo\n")
     assert cli.main(["generate", "-t", "model", "--json", "-f", "-"]) == 0
-    assert [llm.asked for llm in engines] == [["one\ntwo"], ["one", "two"]]
+    pipe(monkeypatch, "\ufeffone\r\n")  # as other systems end lines and begin files
+    assert cli.main(["generate", "-t", "model", "--json"]) == 0
+    assert [llm.asked for llm in engines] == [["one\ntwo"], ["one", "two"], ["one"]]
 
 
 @pytest.mark.parametrize(

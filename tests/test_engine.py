@@ -188,15 +188,69 @@ def test_single_prompts_and_lists(target: PreTrainedModel) -> None:
     assert llm.generate(["abc"], params)[0].token_ids == one.token_ids
     assert llm.generate([97, 98, 99], params).token_ids == one.token_ids
     encoded = [TOKENIZER("abc", return_tensors=kind) for kind in (None, "pt", "np")]
+    encoded.append(TOKENIZER(["abc"]))
+    encoded += [
+        TOKENIZER(["abc"], padding="max_length", max_length=9, padding_side=side, return_tensors=kind)
+        for side in ("left", "right")
+        for kind in (None, "pt")
+    ]
     arrays = [torch.tensor([97, 98, 99]), np.array([97, 98, 99]), torch.tensor([[97, 98, 99]])]
     for prompt in (*arrays, *encoded):
         assert llm.generate(prompt, params).token_ids == one.token_ids
-    assert [output.token_ids for output in llm.generate([*arrays, *encoded], params)] == [one.token_ids] * 6
+    assert [output.token_ids for output in llm.generate([*arrays, *encoded], params)] == [one.token_ids] * 11
     chat = llm.generate([{"role": "user", "content": "hi"}], params)
     assert bytes(chat.prompt_token_ids) == b"user: hi\nassistant:"
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     assert llm.generate([{"role": "user", "content": parts}], params).prompt_token_ids == chat.prompt_token_ids
     assert engine.load(target).generate([97, 98, 99], params).text is None
+
+
+TEMPLATES = {  # of contents that are strings, lists of parts, and either
+    "strings": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
+    "concatenated": "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}",
+    "json": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | tojson }}\n{% endfor %}",
+    "parts": "{% for m in messages %}{{ m['role'] }}:{% for p in m['content'] %} <{{ p['text'] }}>{% endfor %}\n{% endfor %}",
+    "either": "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{{ p['text'] | trim }}{% endfor %}{% endif %}\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_parts_of_a_message_go_to_templates_that_know_them(target: PreTrainedModel, name: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    llm = engine.load(target, tokenizer=tokenizer)
+    parts = [{"type": "text", "text": "Read this:\n"}, {"type": "text", "text": "it"}]
+    expected = {
+        "parts": "user: <Read this:\n> <it>",
+        "either": "user: Read this:it",
+        "json": 'user: "Read this:\\nit"\n',
+    }
+    found = llm.generate([{"role": "user", "content": parts}], engine.SamplingParams(max_new_tokens=1)).prompt_token_ids
+    assert bytes(found).decode() == expected.get(name, "user: Read this:\nit\n")
+
+
+def test_calls_of_tools_need_no_content(target: PreTrainedModel) -> None:
+    """As in chats of other servers."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {% for c in m['tool_calls'] or [] %}<{{ c['function']['name'] }}>{% endfor %}"
+        "{{ m['content'] or '' }}\n{% endfor %}"
+    )
+    llm, params = engine.load(target, tokenizer=tokenizer), engine.SamplingParams(max_new_tokens=1)
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]}
+    for called in (call, {**call, "content": None}):
+        chat = [{"role": "user", "content": "1+1?"}, called, {"role": "tool", "content": "2"}]
+        found = bytes(llm.generate(chat, params).prompt_token_ids).decode()
+        assert found == "user: 1+1?\nassistant: <add>\ntool: 2\n"
+
+
+def test_an_engine_is_not_copied(target: PreTrainedModel) -> None:
+    """A copy's cache would belong to the original."""
+    llm = engine.load(target)
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an Engine cannot be copied or pickled: load one in each process"):
+            make(llm)
 
 
 def test_a_begun_answer_is_continued(target: PreTrainedModel) -> None:

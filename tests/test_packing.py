@@ -171,6 +171,13 @@ def test_a_loaded_checkpoint_is_packed_and_says_the_same(name: str, tmp_path: Pa
     assert [o.token_ids for o in outputs] == [greedy(plain, prompt, 12) for prompt in prompts]
 
 
+def test_choosing_a_layout_draws_from_no_generator_of_others() -> None:
+    before = torch.get_rng_state()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        _layout.__wrapped__(dtype)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_weights_can_be_read_back(tmp_path: Path) -> None:
     plain = tiny("llama", dtype=torch.bfloat16)
     packed = tiny("llama", dtype=torch.bfloat16)
