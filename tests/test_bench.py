@@ -1,5 +1,6 @@
 """The benchmarks' own parts, and the CPU backend against transformers (`-m slow`)."""
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -414,3 +415,29 @@ def test_cpu_against_transformers(batch: int, goal: float, vocab_size: int, dtyp
     run.add_peer(Transformers(), case)
     ratio = ratio_to("transformers", run.run(repeats=25, seconds=5))
     assert ratio is not None and ratio >= goal, f"{ratio:.2f}"
+
+
+def test_who_fails_while_being_timed_stops_nobody_else() -> None:
+    """As after another one's failed capture."""
+
+    class Breaks(Textbook):
+        name = "breaks"
+
+        def function(self, case: Case) -> Callable[..., Any]:
+            working, calls = super().function(case), itertools.count()
+
+            def once(*arguments: Any) -> Any:
+                if next(calls):
+                    raise RuntimeError("offset increment outside graph capture")
+                return working(*arguments)
+
+            return once
+
+    records = {
+        record.name: record for record in contest({"full": Case(2, 2, 100)}, [Breaks()], device="cpu", repeats=5)
+    }
+    assert records["full"].median is not None and records["full"].error is None
+    assert (
+        records["breaks"].median is None
+        and records["breaks"].error == "RuntimeError: offset increment outside graph capture"
+    )
