@@ -100,6 +100,7 @@ class Graphs:
     Args:
         make_capture: makes a `Capture` in a pool of memory; None: everything is done eagerly.
         max_graphs: where there are more, the least recently used one is forgotten, which bounds memory. `keeping_all` raises it.
+            An exact engine with "auto" has 15 for each bucket of lengths, of which a long text goes through five.
         make_pool: makes a pool.
 
     Attributes:
@@ -109,7 +110,7 @@ class Graphs:
     def __init__(
         self,
         make_capture: Callable[[Any], Capture] | None,
-        max_graphs: int = 64,
+        max_graphs: int = 128,
         make_pool: Callable[[], Any] = object,
     ) -> None:
         self._make, self._max, self._make_pool = make_capture, max_graphs, make_pool
