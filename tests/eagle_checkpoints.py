@@ -13,7 +13,10 @@ from transformers import PreTrainedModel
 
 import engine
 from engine.decoder_layers import outputs_of
+from engine.drafters.eagle import EagleDrafter
 
+DRAFT_IDS = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:24].sort().values.tolist()
+REDUCED: dict[str, Any] = dict(draft_ids=DRAFT_IDS)
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -337,3 +340,7 @@ def good_eagle1(target: PreTrainedModel, texts: list[list[int]]) -> Head:
     known = torch.cat([torch.cat([e, f[:-1]], dim=-1) for e, f in zip(embedded, features, strict=True)])
     solution = torch.linalg.lstsq(known, torch.cat([f[1:] for f in features])).solution
     return replace(head, tensors={**head.tensors, "fc.weight": solution.T.contiguous()})
+
+
+def drafter_of(folder: Path, **options: Any) -> EagleDrafter:
+    return EagleDrafter.from_pretrained(folder, **{"min_reach": 0.0, **options})

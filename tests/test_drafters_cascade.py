@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_cases import Fixed, Knowing, Stateless, bare_state
 from sampled_laws import flat_target, p_value
 from test_graphs import with_graphs
 from tiny_models import greedy, perturbed, random_prompts, tiny
@@ -16,7 +17,6 @@ import engine
 from engine.backend import RowStats, row_stats, verify
 from engine.drafters import proposals
 from engine.drafters.cascade import CascadeDrafter
-from engine.drafters.lookup import LookupDrafter, Tokens
 from engine.drafters.suffix import SuffixDrafter
 from engine.state import BatchState, Proposal, Verdict
 
@@ -62,19 +62,6 @@ class Watched(engine.DraftModel):
             assert drafts[: len(rest)] == rest
 
 
-class Stateless:
-    """A drafter that keeps nothing."""
-
-    def prefill(self, state: BatchState) -> None:
-        pass
-
-    def observe(self, state: BatchState, verdict: Verdict) -> None:
-        pass
-
-    def graph_key(self) -> tuple[()]:
-        return ()
-
-
 class Stepping(engine.DraftModel):
     """A draft model whose drafts can be had one by one."""
 
@@ -97,21 +84,6 @@ class Wrong(Stateless):
         tokens = engine.NGramDrafter().propose(state, num_draft_tokens).tokens.clamp(min=0) + 1
         silent = state.gather(state.seq_lens[:, None]) % 3 == 0
         return Proposal((tokens % 64).masked_fill(silent, -1))
-
-
-class Knowing(Stateless):
-    """Knows the texts up to some length, and is silent from there on."""
-
-    def __init__(self, texts: list[list[int]], length: int) -> None:
-        self.texts, self.length = texts, length
-
-    def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
-        tokens = torch.full((len(state.seq_lens), num_draft_tokens), -1)
-        for row, end in enumerate((state.seq_lens + 1).tolist()):
-            text = next(t for t in self.texts if t[:end] == state.tokens[row, :end].tolist())
-            known = text[end : min(end + num_draft_tokens, self.length)]
-            tokens[row, : len(known)] = torch.tensor(known, dtype=torch.int64)
-        return Proposal(tokens)
 
 
 def ngram_and(draft: PreTrainedModel, stage: type[engine.DraftModel] = engine.DraftModel) -> CascadeDrafter:
@@ -318,28 +290,6 @@ def test_drafts_made_certain_are_one_hot_drafts(
         assert torch.equal(found.tokens, expected.tokens)
 
 
-def bare_state(rows: int, temperature: float = 1.0) -> BatchState:
-    state = BatchState.allocate(rows, 30, torch.device("cpu"))
-    state.seq_lens.fill_(4)
-    state.limits.fill_(30)
-    state.temperature.fill_(temperature)
-    return state.select(slice(0, rows), all_greedy=temperature == 0, max_text_length=5, max_limit=30)
-
-
-class Fixed(Stateless):
-    """Proposes what it was made with, and notes what it observes: seq_lens, tokens, num_accepted."""
-
-    def __init__(self, tokens: list[list[int]], *more: Any) -> None:
-        self.proposal = Proposal(torch.tensor(tokens), *more)
-        self.seen: list[tuple[list[int], list[list[int]], list[int]]] = []
-
-    def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
-        return self.proposal
-
-    def observe(self, state: BatchState, verdict: Verdict) -> None:
-        self.seen.append((state.seq_lens.tolist(), verdict.tokens.tolist(), verdict.num_accepted.tolist()))
-
-
 def test_which_stage_a_row_takes(blind: bool) -> None:
     first = Fixed([[7, -1, -1], [-1, -1, -1], [-1, 9, 9], [8, 8, 8]])
     second = Fixed([[1, 1], [2, -1], [-1, -1], [3, 3]])
@@ -347,57 +297,6 @@ def test_which_stage_a_row_takes(blind: bool) -> None:
     proposal = CascadeDrafter(first, second, third).propose(bare_state(4), 3)
     assert proposal.tokens.tolist() == [[7, -1, -1], [2, -1, -1], [5, -1, -1], [8, 8, 8]]
     assert proposal.logits is None and proposal.confidence is None
-
-
-class Chain(Fixed):
-    """Its drafts can be had one by one; counts how many were."""
-
-    steps_read = 0
-
-    def steps(self, state: BatchState, num_draft_tokens: int) -> Iterator[Proposal]:
-        for column in self.proposal.tokens.split(1, dim=1):
-            self.steps_read += 1
-            yield Proposal(column)
-
-
-class Continuing(Stateless, LookupDrafter):
-    """Knows what follows certain last tokens."""
-
-    def __init__(self, known: dict[int, list[int]]) -> None:
-        self.known = known
-
-    def continuation(self, slot: int, text: Tokens, most: int) -> list[tuple[int, float]]:
-        return [(token, 0.5) for token in self.known.get(int(text[-1]), [])[:most]]
-
-
-def test_lookups_go_on_behind_the_drafts_of_another_stage() -> None:
-    """Which may then stop; a continuation that is shorter than there is room ends the proposal."""
-    lookup, chain = Continuing({1: [7, 8, 9, 7, 8], 3: [4]}), Chain([[5, 1, 6, 6, 6], [2, 2, 3, 2, 2]])
-    both, state = CascadeDrafter(lookup, chain), bare_state(2)
-    proposal = both.propose(state, 5)
-    assert proposal.tokens.tolist() == [[5, 1, 7, 8, 9], [2, 2, 3, 4, -1]]
-    assert chain.steps_read == 3  # the last row was followed up behind its third draft
-    state.limits[1] = 0
-    assert both.propose(state, 5).tokens[0].tolist() == [5, 1, 7, 8, 9]
-    assert chain.steps_read == 5
-    state.tokens[0, 4] = 1  # now the lookup has a first token for the only active row
-    assert both.propose(state, 5).tokens[0].tolist() == [7, 8, 9, 7, 8]
-    assert chain.steps_read == 5
-
-
-def test_lookups_go_on_behind_the_last_draft_of_a_stage_that_gives_all_at_once() -> None:
-    whole = Fixed([[5, 1, 6], [2, 1, -1], [-1, -1, -1], [3, 3, 1]])
-    proposal = CascadeDrafter(Continuing({1: [7, 8, 9], 6: [4]}), whole).propose(bare_state(4), 5)
-    assert proposal.tokens.tolist() == [[5, 1, 6, 4, -1], [2, 1, 7, 8, 9], [-1] * 5, [3, 3, 1, 7, 8]]
-
-
-def test_only_lookups_that_come_first_go_on(blind: bool) -> None:
-    lookup, chain = Continuing({1: [7]}), Chain([[5, 1, 6]])
-    chain.proposal = Proposal(torch.tensor([[5, 1, 6]]))
-    first = CascadeDrafter(chain, lookup).propose(bare_state(1), 3)
-    assert first.tokens.tolist() == [[5, 1, 6]]
-    if blind:  # a device is not waited for
-        assert CascadeDrafter(Continuing({}), chain).propose(bare_state(1), 3).tokens.tolist() == [[5, 1, 6]]
 
 
 def test_rows_of_logits_come_from_the_stage_that_was_taken(blind: bool) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import smollm2
 import torch
-from eagle_checkpoints import Head, check_drafts, good_eagle1, good_eagle3
+from drafter_cases import Sometimes
+from eagle_checkpoints import DRAFT_IDS, REDUCED, Head, check_drafts, drafter_of, good_eagle1, good_eagle3
 from head_checkpoints import LAW_VOCAB, check_law, lying, random_tensors
 from safetensors.torch import load_file
 from sampled_laws import flat_target
@@ -29,8 +30,6 @@ from engine.state import BatchState
 from engine.training.eagle3 import Eagle3Training
 from engine.training.eagle3_files import save_eagle3
 
-DRAFT_IDS = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:24].sort().values.tolist()
-REDUCED: dict[str, Any] = dict(draft_ids=DRAFT_IDS)
 Change = Callable[[dict[str, torch.Tensor]], Any]
 
 
@@ -43,10 +42,6 @@ def target() -> PreTrainedModel:
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values may not be looked at, as on a GPU."""
     monkeypatch.setattr(BatchState, "can_look", False)
-
-
-def drafter_of(folder: Path, **options: Any) -> EagleDrafter:
-    return EagleDrafter.from_pretrained(folder, **{"min_reach": 0.0, **options})
 
 
 # Checkpoints and the forward pass.
@@ -62,7 +57,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "speculators, other size": ("speculators", dict(**REDUCED, hidden=40, left_out=())),
     "speculators, two layers": ("speculators", dict(**REDUCED, num_layers=2, layers=(0, 7))),
     "speculators, norm_before_residual": ("speculators", dict(**REDUCED, flags=("norm_before_residual",))),
-    "speculators, norm_before_fc": ("speculators", dict(**REDUCED, flags=("norm_before_fc", "norm_output"))),
+    "speculators, three norms": (
+        "speculators",
+        dict(**REDUCED, flags=("norm_before_residual", "norm_before_fc", "norm_output")),
+    ),
     "speculators, fc_norm": ("speculators", dict(**REDUCED, flags=("fc_norm", "norm_output"))),
     "speculators, window": ("speculators", dict(**REDUCED, window=5)),
     "speculators, qwen3, window": ("speculators", dict(**REDUCED, kind="qwen3", window=5, num_layers=2)),
@@ -303,18 +301,6 @@ def test_greedy_text(
         assert (0.2 if name == "eagle3" else 0.05) < llm.stats.acceptance_rate < 1
 
 
-class Sometimes:
-    """Asks a drafter in every eighth round only."""
-
-    def __init__(self, drafter: EagleDrafter) -> None:
-        self._drafter, self._rounds = drafter, itertools.count()
-        self.attach, self.prefill, self.observe = drafter.attach, drafter.prefill, drafter.observe
-
-    def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
-        silent = next(self._rounds) % 8
-        return engine.Proposal(state.tokens[:, :0]) if silent else self._drafter.propose(state, num_draft_tokens)
-
-
 @pytest.mark.parametrize("name", ["eagle3", pytest.param("eagle1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["looking", "blind", "blind, silent rounds"])
 def test_rows_that_lack_many_positions(small: PreTrainedModel, good: Any, name: str, mode: str, request: Any) -> None:
@@ -323,8 +309,10 @@ def test_rows_that_lack_many_positions(small: PreTrainedModel, good: Any, name: 
         request.getfixturevalue("blind")
     head, folder = good[name]
     drafter = drafter_of(folder)
-    silent = "silent" in mode
-    check_drafts(small, Sometimes(drafter) if silent else drafter, head, drafter, seed=0, least=8 if silent else 40)
+    if "silent" in mode:
+        check_drafts(small, Sometimes(drafter, lambda number: number % 8 == 0), head, drafter, seed=0, least=8)
+    else:
+        check_drafts(small, drafter, head, drafter, seed=0, least=40)
 
 
 def test_a_row_at_the_end_beside_one_that_lacks_more(small: PreTrainedModel, good: Any, blind: None) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from test_drafters_suffix import NOT_DISPUTED, state_of
+from drafter_cases import NOT_DISPUTED, state_of
 
 import engine
 from engine.drafters.ngram import _CHANCES
@@ -81,3 +81,18 @@ def test_bad_sizes(sizes: tuple[int, int], rule: str) -> None:
 def test_proposals_are_one_hot() -> None:
     assert torch.is_tensor(engine.NGramDrafter().propose(state_of([[1, 1]]), 3).confidence)
     assert engine.NGramDrafter().propose(state_of([[1, 1]]), 3).logits is None
+
+
+def test_a_long_match_goes_before_a_later_shorter_one() -> None:
+    """By default, too: in a text that quotes itself, the longer match is the right place."""
+    head = [11, 12, 13, 14, 15, 16, 17, 18]
+    text = [*head, 1, 0, *head[1:], 2, 0, *head]
+    assert engine.NGramDrafter().propose(state_of([text]), 1).tokens.tolist() == [[1]]
+
+
+def test_the_longer_the_match_the_surer() -> None:
+    """Else the drafts are cut that would have stood, and those verified that fall."""
+    texts = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4], [9, 4, 5, 7, 3, 4, 0, 0, 8, 4]]
+    sure = engine.NGramDrafter().propose(state_of(texts), 6).confidence
+    assert sure is not None and sure[0, 0] > sure[1, 0] > 0
+    assert sure[0].tolist() == sorted(sure[0].tolist())  # each draft makes the match longer

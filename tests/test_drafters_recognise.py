@@ -123,6 +123,20 @@ def test_folders(target: PreTrainedModel, tmp_path: Path, name: str) -> None:
     assert llm.stats.draft_tokens > 0
 
 
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        {"architectures": "EagleModel"},
+        {"eagle_config": {"draft_vocab_size": VOCAB}},
+    ],
+)
+def test_eagle_heads_whose_config_has_the_targets_layers(tmp_path: Path, known: dict[str, Any]) -> None:
+    """Of several layers, a config might be a draft model's; such a head is published, and is one by its other entries."""
+    folder = eagle(tmp_path, {**LAYER, "num_hidden_layers": 4, "model_type": "llama", **known}, eagle3=True)
+    assert type(recognise(folder)) is EagleDrafter
+
+
 def test_draft_models_are_none_of_them(target: PreTrainedModel, tmp_path: Path) -> None:
     for layers in (1, 2):
         draft = tiny("llama", seed=3, num_hidden_layers=layers)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_cases import Knowing as KnowingTexts
 from sampled_laws import SETTINGS, SOME, every_rule, flat_target, p_value
 from tiny_models import VOCAB, greedy, perturbed, random_prompts, tiny
 from transformers import PreTrainedModel
@@ -245,3 +246,46 @@ def test_bad_input(draft: PreTrainedModel) -> None:
             StagedDraftModel(draft, drafter)
     with pytest.raises(ValueError, match=r"greedy must be True or False, got 1\.5"):
         engine.DraftModel(draft, greedy=1.5)
+
+
+@pytest.fixture(scope="module")
+def text(target: PreTrainedModel) -> list[int]:
+    """A prompt of three tokens, and what the target says."""
+    return [3, 4, 5, *greedy(target, [3, 4, 5], 30)]
+
+
+@pytest.mark.parametrize(("num_guesses", "calls_per_round"), [(1, 3), (3, 2), (9, 1)])
+def test_as_many_guesses_as_it_was_told(
+    target: PreTrainedModel, text: list[int], num_guesses: int, calls_per_round: int
+) -> None:
+    """But no more than drafts are missing: six drafts take as many calls of the model as the guesses leave over."""
+    asked: list[int] = []
+
+    class Asked(KnowingTexts):
+        def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+            asked.append(num_draft_tokens)
+            return super().propose(state, num_draft_tokens)
+
+    staged = StagedDraftModel(target, Asked([text], len(text)), num_guesses)
+    llm = engine.load(target, staged, 6)
+    llm.generate([3, 4, 5], engine.SamplingParams(max_new_tokens=21))
+    assert llm.stats.rounds == 3 and staged.num_calls == 3 * calls_per_round
+    assert max(asked) == min(num_guesses, 5)
+
+
+def test_the_inner_drafter_sees_prompts_and_rounds(target: PreTrainedModel, text: list[int]) -> None:
+    """One that keeps texts, as suffixes do, has nothing to look up otherwise."""
+    prompts, tokens = [], []
+
+    class Told(engine.SuffixDrafter):
+        def prefill(self, state: engine.BatchState) -> None:
+            prompts.append(state.prompt_lengths)
+            super().prefill(state)
+
+        def observe(self, state: engine.BatchState, verdict: engine.Verdict) -> None:
+            tokens.extend(verdict.tokens[verdict.tokens >= 0].tolist())
+            super().observe(state, verdict)
+
+    llm = engine.load(target, StagedDraftModel(target, Told(), 3), 3)
+    llm.generate([3, 4, 5], engine.SamplingParams(max_new_tokens=12))
+    assert prompts == [(3,)] and tokens == text[3:15]

@@ -2,46 +2,25 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from drafter_cases import NOT_DISPUTED, commit, state_of
 from sampled_laws import PROMPT, SETTINGS, every_rule, flat_target, g_test, law, p_value
 from tiny_models import greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 
 import engine
+from engine.drafters import suffix
 from engine.drafters.suffix import SuffixDrafter, _Pool
-from engine.state import BatchState, Verdict
+from engine.state import BatchState
 
 
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return flat_target()
-
-
-def state_of(texts: list[list[int]], seeds: list[int] | None = None, temperature: float = 0.0) -> BatchState:
-    """A state in which the rows have these texts."""
-    state = BatchState.allocate(len(texts), 400, torch.device("cpu"))
-    for row, text in enumerate(texts):
-        state.tokens[row, : len(text)] = torch.tensor(text)
-        state.seq_lens[row] = len(text) - 1
-    state.limits.fill_(400)
-    state.temperature.fill_(temperature)
-    state.seed.copy_(torch.tensor(seeds or [0] * len(texts)))
-    longest = max(map(len, texts))
-    return replace(state, max_text_length=longest, max_limit=400, prompt_lengths=tuple(map(len, texts)))
-
-
-def commit(drafter: SuffixDrafter, state: BatchState, tokens: list[list[int]]) -> None:
-    """A round in which rows got these tokens."""
-    width = max(map(len, tokens))
-    padded = torch.tensor([row + [-1] * (width - len(row)) for row in tokens])
-    verdict = Verdict(padded, torch.tensor([len(row) - 1 for row in tokens]), torch.zeros(len(tokens)))
-    state.commit(verdict)
-    drafter.observe(state, verdict)
 
 
 def expected_drafts(text: list[int], pool: list[list[int]], most: int, longest: int) -> list[int]:
@@ -118,9 +97,6 @@ def test_what_was_kept_can_be_forgotten() -> None:
             state = state_of([end])
             drafter.prefill(state)
             assert bool(proposed(drafter, state, 3)[0]) is not forgets
-
-
-NOT_DISPUTED = [([5], []), ([5, 6], []), ([5, 5], [5, 5, 5, 5]), ([1, 2, 3, 1, 2, 3, 1], [2, 3, 1, 2])]
 
 
 @pytest.mark.parametrize(
@@ -330,3 +306,32 @@ class Forgetful(Counter[int]):
 def test_options_out_of_range(options: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         SuffixDrafter(**options)
+
+
+def test_the_latest_matches_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are too many: what a long text or a full pool said long ago is of less use than what it says now."""
+    monkeypatch.setattr(suffix, "MOST_MATCHES", 3)
+    # Five times 8, 1, then three times 8, 2; nothing longer comes again.
+    said = [token for i in range(8) for token in (100 + i, 8, 1 if i < 5 else 2)]
+    drafter = SuffixDrafter()
+    state = state_of([[*said, 200, 8]])
+    drafter.prefill(state)
+    assert proposed(drafter, state, 1) == [[2]]
+    drafter = SuffixDrafter()
+    state = state_of([[4]])
+    drafter.prefill(state)
+    commit(drafter, state, [said])  # goes to the pool with the next prefill
+    state = state_of([[8]])
+    drafter.prefill(state)
+    assert proposed(drafter, state, 1) == [[2]]
+
+
+def test_dozens_of_long_outputs_are_kept_by_default() -> None:
+    drafter = SuffixDrafter()
+    for number in range(40):
+        state = state_of([[1, 2]])
+        drafter.prefill(state)
+        commit(drafter, state, [[100 + number, *range(1000, 1300)]])
+    state = state_of([[100]])  # in the first of them
+    drafter.prefill(state)
+    assert proposed(drafter, state, 2) == [[1000, 1001]]

@@ -19,7 +19,15 @@ import engine
 from engine.drafters.intersection import IntersectionDraftModel
 from engine.drafters.own_texts import OwnTexts, Translation, common_prefix
 from engine.drafters.reencoding import ReencodingDraftModel
-from engine.drafters.vocabulary import SharedVocabulary, decode_after, encode, encode_after, token_forms
+from engine.drafters.vocabulary import (
+    SharedVocabulary,
+    decode_after,
+    difference,
+    encode,
+    encode_after,
+    last_text,
+    token_forms,
+)
 from engine.model import RaggedModel
 
 MERGES = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e"), ("a", "n"), ("an", "d")]
@@ -225,17 +233,44 @@ def test_what_is_shared_is_accepted(target: PreTrainedModel) -> None:
         assert llm.stats.acceptance_rate == 1.0
 
 
-def test_what_is_spelled_alike_is_accepted() -> None:
-    """As above, through text."""
+def spelled(kind: Any) -> tuple[PreTrainedModel, Any]:
+    """A target, and a drafter that is the target itself with its ids in the opposite order."""
     characters = string.ascii_letters + string.digits
     ours, theirs = spelling(characters[::-1]), spelling(characters)
     target = tiny("llama", vocab_size=len(characters), max_position_embeddings=80)
     model = with_ids_of(target, SharedVocabulary(ours, theirs, 62, 62), 62, 0.0)
-    llm = engine.load(target, drafter=ReencodingDraftModel(model, ours, theirs), num_draft_tokens=4)
+    return target, kind(model, ours, theirs)
+
+
+def test_what_is_spelled_alike_is_accepted() -> None:
+    """As above, through text."""
+    target, drafter = spelled(ReencodingDraftModel)
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=4)
     prompts = random_prompts(5, vocab_size=62)
     outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=40))
     assert [o.token_ids for o in outputs] == [greedy(target, prompt, 40) for prompt in prompts]
     assert llm.stats.acceptance_rate == 1.0 and llm.stats.block_efficiency > 4
+
+
+@pytest.mark.parametrize("kind", [IntersectionDraftModel, ReencodingDraftModel])
+def test_a_slot_that_is_taken_again_is_read_anew(kind: Any) -> None:
+    """Also where the next prompt begins like the last text: drafts from what is left of that would be rejected."""
+    target, drafter = spelled(kind)
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=4, max_batch_size=1)
+    prompt = random_prompts(5, vocab_size=62)[4]
+    for text in (prompt, [*prompt, 5], [*prompt, 6, 7]):
+        output = llm.generate(text, engine.SamplingParams(max_new_tokens=20))
+        assert output.token_ids == greedy(target, text, 20) and output.stats.acceptance_rate == 1.0
+
+
+def test_drafts_that_stood_are_not_read_again() -> None:
+    """In every round the draft model reads what is new, and not all that it drafted before."""
+    target, drafter = spelled(ReencodingDraftModel)
+    llm = engine.load(target, drafter=drafter, num_draft_tokens=4, max_batch_size=1)
+    widths, decode = [], drafter._ragged.decode
+    drafter._ragged.decode = lambda tokens, *rest: widths.append(tokens.shape[1]) or decode(tokens, *rest)
+    llm.generate([1, 2, 3], engine.SamplingParams(max_new_tokens=30))
+    assert llm.stats.acceptance_rate == 1.0 and max(widths) <= 2
 
 
 def test_drafts_through_text_are_whole_target_tokens() -> None:
@@ -256,6 +291,69 @@ def test_drafts_through_text_are_whole_target_tokens() -> None:
     assert drafts("b", [*b"n", EOS, *b"x"]) == ["n", "<eos>"]
     assert drafts("b", [*b"n", VOCAB - 1, *b"x"]) == ["n"]  # the target has no <pad>
     assert drafts("b", list("n€".encode())[:3]) == ["n"]  # half a character
+
+
+def test_as_many_steps_as_the_targets_tokens_are_long() -> None:
+    """Five drafts through a model of bytes take twenty of its steps where the target's tokens have four bytes each."""
+    ours, theirs = byte_tokenizer(), sentencepiece_like()
+    drafter = ReencodingDraftModel(tiny("llama", vocab_size=VOCAB), ours, theirs)
+    drafter.attach(RaggedModel(tiny("llama", vocab_size=len(theirs)), 1))
+    text = Translation(ours, theirs, [-1] * len(theirs), VOCAB)
+    text.extend(encode(theirs, " the the the"))
+    said = iter(list(b" the" * 9))
+
+    class Own:
+        def follow(self, state: Any) -> list[Translation]:
+            return [text]
+
+        def begin(self, state: Any, texts: Any) -> torch.Tensor:
+            return self.step(None)
+
+        def step(self, tokens: Any) -> torch.Tensor:
+            return torch.nn.functional.one_hot(torch.tensor([[next(said)]]), VOCAB).float()
+
+    drafter._own = Own()  # type: ignore[assignment]
+    state = engine.BatchState.allocate(1, 8, torch.device("cpu"))
+    drafts = drafter.propose(state.select(slice(0, 1)), 5).tokens[0].tolist()
+    assert theirs.convert_ids_to_tokens(drafts) == ["▁the"] * 5
+
+
+def test_a_text_is_read_as_the_drafters_own_tokenizer_would() -> None:
+    """Marks alone stand for themselves; bytes that both have are part of words, and the model knows words."""
+    ours, theirs = sentencepiece_like(bos=False), byte_tokenizer()
+    drafter = ReencodingDraftModel(tiny("llama", vocab_size=len(ours)), ours, theirs)
+    drafter.attach(RaggedModel(tiny("llama", vocab_size=VOCAB), 1))
+    text = drafter._own._begin_text()
+    text.extend([*b" the hand", EOS, *b"and"])
+    assert ours.convert_ids_to_tokens(text.ids) == ["▁the", "▁", "h", "and", "<eos>", "and"]
+    text.extend([EOS])
+    assert text.last_text == "" and text.target_ids == []
+
+
+def test_ids_beyond_a_model_are_neither_read_nor_drafted() -> None:
+    """A tokenizer may have more tokens than the model has rows: an error from inside torch, otherwise."""
+    ours, theirs = sentencepiece_like(bos=False), byte_tokenizer()
+    size = ours.convert_tokens_to_ids("▁the")
+    text = Translation(ours, theirs, [-1] * VOCAB, size)
+    text.extend(list(b"a the"))
+    assert text.ids and max(text.ids) < size
+    drafter = ReencodingDraftModel(tiny("llama", vocab_size=VOCAB), byte_tokenizer(), sentencepiece_like())
+    drafter.attach(RaggedModel(tiny("llama", vocab_size=size), 1))
+    text = Translation(byte_tokenizer(), sentencepiece_like(), [-1] * len(ours), VOCAB)
+    text.extend(encode(ours, "a"))
+    assert all(token < size for token in drafter._in_target_ids(text, list(b"b the the")))
+
+
+def test_the_end_of_a_text_is_seen_through_characters_of_several_tokens() -> None:
+    tokenizer, euro = byte_tokenizer(), list("a€".encode())
+    assert last_text(tokenizer, euro) == "a€"
+    assert last_text(tokenizer, euro[:-1]) is None  # half a character
+
+
+def test_a_tokenizer_of_which_the_other_is_the_beginning_is_another_one() -> None:
+    """Unless it lacks next to nothing: a plain draft model would never say what it lacks, and could not read it."""
+    assert "only 258 are in both" in difference(byte_tokenizer(extra=40), byte_tokenizer())
+    assert not difference(byte_tokenizer(extra=2), byte_tokenizer())
 
 
 @pytest.mark.parametrize("kind", KINDS)

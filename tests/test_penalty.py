@@ -182,3 +182,12 @@ def test_a_penalty_of_a_checkpoint_that_is_none(target: PreTrainedModel) -> None
     rule = r"repetition_penalty in the target's generation_config\.json must be in \[0.01, 100\], got -1\.0"
     with pytest.raises(ValueError, match=rule):
         engine.load(model)
+
+
+def test_tokens_that_a_drafter_does_not_have_are_penalised_nowhere(state: BatchState) -> None:
+    """In a text, the target's highest ids: the drafter's last token must not suffer for them."""
+    logits = torch.randn(3, 1, 15, generator=torch.Generator().manual_seed(1))
+    state.tokens[:, 1:4].masked_fill_(state.tokens[:, 1:4] == 14, 3)
+    state.tokens[:, 0] = 17
+    expected = penalise_repetition(pad(logits, (0, 5)), state, DRAFTS[:, :0])[..., :15]
+    assert torch.equal(penalise_drafter(logits.clone(), state), expected)

@@ -88,9 +88,19 @@ def test_a_head_for_layers_of_several_sizes() -> None:
     assert EagleModel(made).layers[0].self_attn.q_proj.weight.shape == (32, 64)
 
 
+def target_with_norms(name: str = "llama") -> PreTrainedModel:
+    """Those of a fresh model are all 1, and a copy of one is no copy that shows."""
+    target, generator = tiny(name, dtype=torch.float32), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for part, parameter in target.named_parameters():
+            if "norm" in part:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+    return target
+
+
 def test_a_head_starts_as_the_last_layer() -> None:
     """Untrained, its layer does to a hidden state what the target's does; of another kind of layer nothing is copied."""
-    target = target_of()
+    target = target_with_norms()
     head: Any = Eagle3Training(target, LAYERS, torch.arange(VOCAB)).head
     layer, rows = head.layers[0], torch.randn(1, 5, target.config.hidden_size)
     theirs: Any = target.model.layers[-1]
@@ -106,6 +116,48 @@ def test_a_head_starts_as_the_last_layer() -> None:
     torch.testing.assert_close(head.norm.weight, target.model.norm.weight)
     other: Any = Eagle3Training(target_of("gpt2"), LAYERS, torch.arange(VOCAB)).head
     assert other.layers[0].self_attn.q_proj.weight[:, : rows.shape[-1]].any()
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "smollm3"])
+def test_a_head_starts_with_what_its_layer_has_in_common_with_the_last(name: str) -> None:
+    """These layers have more than a head's, or less; training from random weights takes many times as long."""
+    target: Any = target_with_norms(name)
+    head: Any = Eagle3Training(target, LAYERS, torch.arange(VOCAB)).head
+    own, theirs, size = head.layers[0], target.model.layers[-1], target.config.hidden_size
+    for part in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(own.self_attn, part).weight
+        assert torch.equal(weight[:, size:], getattr(theirs.self_attn, part).weight) and not weight[:, :size].any()
+    assert torch.equal(own.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        assert torch.equal(getattr(own.mlp, part).weight, getattr(theirs.mlp, part).weight)
+    assert torch.equal(own.hidden_norm.weight, theirs.input_layernorm.weight)
+    assert torch.equal(own.post_attention_layernorm.weight, theirs.post_attention_layernorm.weight)
+    assert torch.equal(head.norm.weight, target.model.norm.weight)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e5},
+        {
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=["default", "llama3"],
+)  # fmt: skip
+def test_a_heads_positions_are_the_targets(rope: dict[str, Any]) -> None:
+    """The weights that it starts with were trained for those."""
+    target: Any = tiny("llama", dtype=torch.float32, rope_parameters=rope)
+    head: Any = Eagle3Training(target, LAYERS, torch.arange(VOCAB)).head
+    torch.testing.assert_close(head.rotary_emb.inv_freq, target.model.rotary_emb.inv_freq.float())
+
+
+def test_a_speculator_starts_with_the_targets_words() -> None:
+    target: Any = tiny("llama", dtype=torch.float32)
+    head: Any = MlpTraining(target, 2).head
+    assert torch.equal(head.emb[0].weight, target.get_input_embeddings().weight)
+    torch.testing.assert_close(head.head[0].weight, target.lm_head.weight, rtol=0.01, atol=1e-3)  # in bfloat16
 
 
 def other_head(head: EagleModel) -> EagleModel:
@@ -451,6 +503,15 @@ def test_batches_hold_every_text_once(kept: KeptTexts) -> None:
     assert all(len(b.tokens) == 1 for b in batches(kept, 1, 0, 0))
 
 
+def test_files_come_in_another_order_in_each_epoch() -> None:
+    """Far from that on the disk: answers to like prompts, which often stand together, would be learned one after the other."""
+    groups = [[Text(torch.tensor([number]), torch.zeros(1, 2), 0)] for number in range(40)]
+    orders = [[int(batch.tokens[0, 0]) for batch in batches(groups, 1, 0, epoch)] for epoch in range(2)]
+    assert sorted(orders[0]) == list(range(40)) and orders[0] != orders[1]
+    for order in orders:
+        assert max(abs(number - place) for place, number in enumerate(order)) > 8
+
+
 def test_batches_to_learn_prompts_from(kept: KeptTexts) -> None:
     answers, all_tokens = (list(batches(kept, 60, 0, 0, learn_prompts=choice)) for choice in (False, True))
     assert all(batch.prompt_lengths.all() for batch in answers)
@@ -461,6 +522,7 @@ def test_batches_to_learn_prompts_from(kept: KeptTexts) -> None:
 
 def test_frequent_tokens() -> None:
     answers = [Answer([7] * 20 + [9] * 11, [3, 3, 3, 5]), Answer([8], [5, 2, 1])]
+    assert frequent_tokens(answers, 12, 1).tolist() == [3]  # what is said counts ten times what is only asked
     assert frequent_tokens(answers, 12, 4).tolist() == [3, 5, 7, 9]  # 3, 2, 2.0 and 1.1 times
     assert frequent_tokens(answers, 12, 6).tolist() == [1, 2, 3, 5, 7, 9]
     assert frequent_tokens(answers, 12, 100).tolist() == list(range(12))
