@@ -50,6 +50,11 @@ def lay_out(values: Tensor, layout: str) -> Tensor:
     return view
 
 
+def every_other(values: Tensor) -> Tensor:
+    """The same values [...] with a zero behind each, where one that takes them for contiguous would read it."""
+    return torch.stack([values, torch.zeros_like(values)], dim=-1)[..., 0]
+
+
 def far_apart(values: Tensor, dim: int) -> Tensor:
     """The same values [B, W, V] on DEVICE with 2**30 elements between neighbours along `dim`, which has 3 of them: the
     stride is an int32, what it comes to at the third is not. Of 4 GB of address space only a few pages are touched."""

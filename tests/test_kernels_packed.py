@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE, DTYPES, Case, assert_verdicts_equal, pack, random_options, to_device, verify_case
+from kernel_cases import (
+    DEVICE,
+    DTYPES,
+    Case,
+    assert_verdicts_equal,
+    check_verify,
+    every_other,
+    pack,
+    random_options,
+    to_device,
+    verify_case,
+)
 
 from engine.kernels import ops, reference
 from engine.kernels.ops import METHODS
@@ -58,6 +69,28 @@ def test_words_of_every_row(method: str, kind: str) -> None:
     want = reference.verify(**case)
     assert_verdicts_equal(verify(**to_device_all(rows)), want)
     assert_verdicts_equal(reference.verify(**rows), want)
+
+
+@pytest.mark.parametrize("mask_of", ["vocabulary", "sequence", "row"])
+@pytest.mark.parametrize("bias_of", ["vocabulary", "sequence", "row"])
+def test_a_bias_and_a_mask_of_their_own_shapes_each(bias_of: str, mask_of: str) -> None:
+    """[V], [B, 1, V] and packed [N, V] beside each other: one is not read as the other is laid out. The drafts are the likeliest under
+    both, so that other rows than the first count."""
+    case, rng = case_of("plain", "full", 6), torch.Generator().manual_seed(7)
+    shape = case["target_logits"].shape
+    shapes = dict(vocabulary=shape[-1:], sequence=(BATCH, shape[-1]), row=shape)
+    bias, mask = 5 * torch.randn(shapes[bias_of], generator=rng), torch.rand(shapes[mask_of], generator=rng) < 0.8
+    words = [each[:, None] if each.dim() == 2 else each for each in (bias, mask)]
+    case["draft_tokens"] = reference.adjusted(case["target_logits"], *words)[:, :-1].argmax(dim=-1)
+    case |= dict(logit_bias=bias, token_mask=mask, return_logprobs=True)
+    have = check_verify(packed(case))
+    assert_verdicts_equal(have, reference.verify(**case))
+    assert have.num_accepted.max() > 1
+
+
+def test_row_numbers_of_any_stride() -> None:
+    case = packed(case_of("plain", "one-hot", 8, vocab_size=40))
+    check_verify(case | dict(cu_num_logits=every_other(case["cu_num_logits"])))
 
 
 def test_a_sequence_without_rows_emits_nothing() -> None:

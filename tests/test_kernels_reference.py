@@ -85,6 +85,14 @@ def test_top_k_comes_before_top_p() -> None:
     assert (reference_probs(logits, 1.0, 0, 0.5, 0.0) > 0).sum() == 2
 
 
+def test_top_p_that_is_met_exactly() -> None:
+    """As in transformers: what reaches it is enough, by one token or by two."""
+    logits = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.125, 0.625], [0.5, 0.1875, 0.3125]], dtype=torch.float64).log()
+    stats = reference.row_stats(logits, top_p=torch.tensor([0.5, 0.625, 0.8125], dtype=torch.float64))
+    kept = [[True, False, False], [False, False, True], [True, False, True]]
+    assert (logits >= stats.threshold[:, None]).tolist() == kept
+
+
 def test_row_stats_of_greedy_and_invalid_rows() -> None:
     logits = torch.zeros(5, 4)
     logits[0, 2] = 1.5

@@ -1,7 +1,9 @@
 """The Triton row_stats against its torch twin."""
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,15 +14,18 @@ from kernel_cases import (
     OPTIONS,
     PLACES,
     TILED,
+    TOLERANCE,
     VOCABS,
     assert_independent,
     check_row_stats,
     check_sample,
+    every_other,
     far_apart,
     lay_out,
     random_filters,
     random_logits,
     random_options,
+    random_rows,
     temperatures,
     word_logits,
 )
@@ -48,6 +53,14 @@ def test_any_strides(layout: str, dtype: torch.dtype) -> None:
     logits = random_logits(torch.Generator().manual_seed(1), 4, 2, 5001, dtype=dtype)
     check_row_stats(lay_out(logits, layout), temperatures(4))
     check_row_stats(lay_out(logits, layout)[:, 1], temperatures(4))
+
+
+def test_any_strides_of_small_tensors() -> None:
+    """Temperature and filters are views, as of a table with a row for each sequence."""
+    logits = random_logits(torch.Generator().manual_seed(15), 4, 2, 40)
+    rows = dict(top_k=torch.tensor([0, 5, 9, 3]), top_p=torch.tensor([0.9, 1.0, 0.7, 0.8]),
+                min_p=torch.tensor([0.0, 0.1, 0.0, 0.2]), temperature=temperatures(4))  # fmt: skip
+    check_row_stats(logits, **{name: every_other(value) for name, value in rows.items()})
 
 
 def test_expanded_rows_and_no_temperature() -> None:
@@ -134,6 +147,90 @@ def test_top_k_of_any_dtype(dtype: torch.dtype, vocab_size: int) -> None:
     stats = check_row_stats(logits, top_k=top_k.to(dtype))
     kept = (logits >= stats.threshold.cpu()[:, None]).sum(dim=1)
     assert kept.tolist() == [1, 5, 50, 127, vocab_size]
+
+
+@pytest.mark.parametrize("vocab_size", [300, 5_001])
+def test_top_k_that_is_off(vocab_size: int) -> None:
+    """Below 0, and of the whole vocabulary or more: of numbers too that are something else in 32 bits."""
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(10))
+    top_k = torch.tensor([-1, vocab_size, vocab_size + 3, 2**32 + 5, -(2**63)])
+    stats = check_row_stats(logits, top_k=top_k)
+    assert (stats.threshold == -torch.inf).all()
+    check_row_stats(logits, top_k=top_k, top_p=torch.full((5,), 0.9))
+
+
+def test_min_p_of_1() -> None:
+    """The largest logit alone stays, whatever the other filters have left and summed up before."""
+    logits = torch.randn(3, TILED, generator=torch.Generator().manual_seed(11)).bfloat16()
+    filters = dict(top_k=torch.tensor([50, 0, 7_000]), top_p=torch.tensor([0.9, 0.5, 1.0]))
+    for more in ({}, dict(top_k=filters["top_k"]), dict(top_p=filters["top_p"])):
+        stats = check_row_stats(logits, torch.tensor([1.0, 0.7, 1.3]), min_p=torch.ones(3), **more)
+        assert torch.equal(stats.threshold.cpu(), logits.amax(dim=1).float())
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_one_filter_beside_greedy_rows(name: str) -> None:
+    """Which no filter concerns: their lse is of all logits."""
+    logits = random_logits(torch.Generator().manual_seed(12), 4, 300)
+    value = torch.tensor([5, 9, 3, 2]) if name == "top_k" else torch.tensor([0.5, 0.3, 0.7, 0.2])
+    stats = check_row_stats(logits, torch.tensor([0.0, 1.0, 0.7, 0.0]), **{name: value})
+    torch.testing.assert_close(stats.lse.cpu()[::3], logits.logsumexp(dim=-1)[::3])
+
+
+def test_top_p_behind_a_top_k_of_thousands() -> None:
+    """top-k leaves more than there is room for: top-p reads the row again."""
+    logits = torch.randn(2, 32_000, generator=torch.Generator().manual_seed(13)).bfloat16()
+    check_row_stats(
+        logits, torch.tensor([1.0, 0.8]), top_k=torch.tensor([9_000, 15_000]), top_p=torch.tensor([0.9, 0.6])
+    )
+
+
+@pytest.fixture
+def no_log_of_a_negative_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter it fails. It is NaN, which a GPU writes as 0x7fffffff, the highest of keys, where a search that begins there
+    never ends; x86 gives it a sign, so that as a key it is the lowest and does no harm."""
+    if DEVICE != "cpu":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def log(builder: Any, argument: Any) -> Any:
+        assert not (argument.data < 0).any(), f"log({argument.data})"
+        return builder.unary_op(argument, np.log)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_log", log)
+
+
+@pytest.mark.usefixtures("no_log_of_a_negative_number")
+def test_top_p_of_almost_1_behind_a_top_k_that_cuts_nothing() -> None:
+    """By rounding, that share of what top-k left may be more than the search finds. Which of the tokens that weigh about a rounding stay
+    depends on it too, so the twin's threshold may be another one; what all that stay weigh is known."""
+    # Of seed 6's first eight rows it is more in these two.
+    logits = 4 * torch.randn(8, TILED, generator=torch.Generator().manual_seed(6))[[2, 2, 4, 4]]
+    logits[:, -40:] = -80.0
+    filters = dict(top_k=torch.full((4,), TILED - 30), top_p=torch.tensor([0.9999999, 0.99999994] * 2))
+    stats = row_stats(logits.to(DEVICE), **{name: value.to(DEVICE) for name, value in filters.items()})
+    torch.testing.assert_close(stats.lse.cpu(), logits.logsumexp(dim=-1), **TOLERANCE[torch.float32])
+    kept = logits.double().softmax(dim=-1).where(logits >= stats.threshold.cpu()[:, None], 0).sum(dim=-1)
+    assert (kept > 1 - 1e-6).all()
+
+
+@pytest.mark.parametrize("shift", [4.0, -4.0], ids=["higher", "lower"])
+@pytest.mark.parametrize("spread", [True, False], ids=["spread", "alike"])
+def test_a_sample_that_misleads(spread: bool, shift: float) -> None:
+    """Every eighth token, of which the search takes its sample, is likelier or less likely than all others."""
+    logits = torch.randn(6, TILED, generator=torch.Generator().manual_seed(16))
+    logits[:, ::8] = logits[:, ::8] + shift if spread else 3 * shift
+    top_k = torch.tensor([30, 3_000, 9_000, 15_000, 0, 0])
+    check_row_stats(logits, top_k=top_k, top_p=torch.tensor([1.0, 1.0, 1.0, 1.0, 0.5, 0.95]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_bias_of_another_dtype(dtype: torch.dtype) -> None:
+    """Than the logits': it is added in float32, and read as what it is."""
+    generator = torch.Generator().manual_seed(17)
+    logits, bias = random_logits(generator, 3, 300), torch.randn(300, generator=generator).to(dtype)
+    check_row_stats(logits, logit_bias=bias, top_k=torch.tensor([5, 0, 40]))
+    check_sample(logits, logit_bias=bias, **random_rows(3, generator), return_logprobs=True)
 
 
 @pytest.mark.parametrize("levels", [1, 2, 5])

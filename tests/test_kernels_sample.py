@@ -18,6 +18,7 @@ from kernel_cases import (
     VOCABS,
     assert_independent,
     check_sample,
+    every_other,
     far_apart,
     lay_out,
     random_filters,
@@ -51,6 +52,13 @@ def test_any_strides(layout: str) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = lay_out(random_logits(generator, 4, 2, 5_001, dtype=torch.bfloat16), layout)
     check_sample(logits, temperatures(4), **random_rows(4, generator))
+
+
+def test_any_strides_of_small_tensors() -> None:
+    generator = torch.Generator().manual_seed(8)
+    rows = random_rows(4, generator) | dict(temperature=temperatures(4), origin=torch.arange(4) * 3)
+    small = {name: every_other(value) for name, value in rows.items()}
+    check_sample(random_logits(generator, 4, 2, 40), **small, stream=philox.DRAFT)
 
 
 @pytest.mark.usefixtures("overflow_checked")
