@@ -73,7 +73,7 @@ class Engine:
     @property
     def target_model(self) -> PreTrainedModel:
         """The live target. On a CPU its packed layers have a `weight`, but no parameters: `parameters()` lacks these, and
-        `state_dict()` unpacks them. Such a weight is a copy: to change weights, load a live model, and change that."""
+        `state_dict()` unpacks them. Such a weight may be a copy: to change weights, load a live model, and change that."""
         return self._target.model
 
     def __reduce__(self) -> Any:

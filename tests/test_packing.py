@@ -10,7 +10,7 @@ from tiny_models import greedy, random_prompts, tiny
 from torch import nn
 
 import engine
-from engine.packing import _FBGEMM, PackedLinear, _layout, _layouts, _OneDNN, pack_linears
+from engine.packing import _FBGEMM, PackedLinear, _layout, _layouts, _OneDNN, _RowMajor, pack_linears
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -100,7 +100,7 @@ def test_bfloat16_goes_where_the_processor_has_instructions(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert _layouts(torch.bfloat16) == of_bfloat16
     assert _layouts(torch.float16) == (_OneDNN, _FBGEMM)
-    assert _layouts(torch.float32) == (_OneDNN,)  # nothing else keeps all of its bits
+    assert _layouts(torch.float32) == (_RowMajor,)
     assert _layouts(torch.float64) == ()
 
 
