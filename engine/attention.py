@@ -153,7 +153,13 @@ def _ragged(
     s_aux: Tensor | None = None,  # [heads], attention sinks
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The ragged kernel. Returns [B, W, heads, D], and no weights."""
+    """The ragged kernel. Returns [B, W, heads, D], and no weights.
+
+    Raises:
+        ValueError: for a mask: the model has made it itself, as it is given none.
+    """
+    if attention_mask is not None:
+        raise ValueError("its attention makes a mask of its own, which the ragged kernel does without")
     plan = _calls.caches[-1].plan
     output = ragged_attention(
         query, key, value, plan.start, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,

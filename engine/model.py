@@ -16,6 +16,7 @@ from .decoder_layers import DecoderLayers, outputs_of
 from .errors import UnsupportedModelError
 from .hidden_states import HiddenStates
 from .support import (
+    OWN_MASK,
     TESTED,
     WINDOW_IN_MASK_ALONE,
     check_supported,
@@ -41,7 +42,8 @@ def uses_ragged_kernel(model: PreTrainedModel) -> bool:
     """Whether attention and the scatter of K/V are ours, in place of a mask; the kernels pay on a GPU."""
     if model.device.type != "cuda" or model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    if model.config.get_text_config().model_type in WINDOW_IN_MASK_ALONE and any(windows(model.config).values()):
+    name = model.config.get_text_config().model_type
+    if name in OWN_MASK or (name in WINDOW_IN_MASK_ALONE and any(windows(model.config).values())):
         return False
     sizes = head_sizes(model.config)
     return len(sizes) == 1 and max(sizes) <= MAX_HEAD_DIM

@@ -19,6 +19,7 @@ TESTED = frozenset(
 )
 # These tell their attention function of a window by the mask alone, which our kernel on a GPU does without.
 WINDOW_IN_MASK_ALONE = frozenset({"phimoe", "qwen2_moe"})
+OWN_MASK = frozenset({"doge"})  # these add a bias of their own to the mask
 _ATTENTION = {"full_attention", "sliding_attention"}  # layer types whose K/V can be rolled back
 _RECURRENT = {
     "mamba",

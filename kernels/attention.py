@@ -258,5 +258,7 @@ def options_for(blocks: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
     num_warps = 8 if dtype == torch.float32 or blocks["BLOCK_M"] * blocks["BLOCK_D"] > 8192 else 4
     if torch.version.hip:
         return dict(num_warps=num_warps, num_stages=2)
+    # Three stages of blocks of 16 keys of 256 float32 would leave no room for a second program on an sm_80, by 128 bytes.
+    num_stages = 2 if dtype == torch.float32 and blocks["BLOCK_D"] > 128 else 3
     # Left alone, ptxas aims at more programs per processor than there is shared memory for, and spills a few bytes.
-    return dict(num_warps=num_warps, num_stages=3, maxnreg=255)
+    return dict(num_warps=num_warps, num_stages=num_stages, maxnreg=255)

@@ -150,7 +150,7 @@ def test_padding() -> None:
 
 def test_padding_beyond_the_window_of_many_splits() -> None:
     """Such columns see no key, and no program leaves anything for them: what the scratch memory holds is of an earlier call."""
-    width, device = 128, torch.device(DEVICE)
+    width, device = 128, torch.empty(0, device=DEVICE).device  # with its index, by which the memory is kept
     case = attention_case((8292,), width=width, group=4, kv_heads=1, head_dim=16, capacity=8292 + width, num_valid=(1,))
     _, scratch = workspace(device, 0, 4_000_000)
     scratch.fill_(torch.nan)
@@ -192,11 +192,12 @@ def test_a_row_is_its_own(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(attend(other | options)[place], expected[1]), what
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, dict(window=200), dict(softcap=20.0)], ids=str)
-def test_a_query_does_not_depend_on_its_column(options: dict[str, Any]) -> None:
+def test_a_query_does_not_depend_on_its_column(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Bit for bit: what a position gives is the same as first column of a call and as any later one."""
     width, end = 6, 515  # the columns cross the end of a split
-    case = attention_case((end,), width=width, group=4, head_dim=64, dtype=torch.bfloat16, capacity=1024)
+    case = attention_case((end,), width=width, group=4, head_dim=64, dtype=dtype, capacity=1024)
     case["query"][:, :, 1:] = case["query"][:, :, :1]
     at_once = [attend(case | dict(seq_lens=torch.tensor([end - 5 - i])) | options)[0, i + 1] for i in range(5)]
     first = attend(case | dict(seq_lens=torch.tensor([end - 4])) | options)[0, 0]
@@ -461,11 +462,12 @@ def test_a_captured_graph_replays_on_new_lengths(width: int, kv_length: int) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("width", [1, 6, 8, 64])
-def test_long_batches_on_a_gpu(width: int, head_dim: int) -> None:
+def test_long_batches_on_a_gpu(width: int, head_dim: int, dtype: torch.dtype) -> None:
     """Many programs at once, splits in number, and each row with the bits that it has alone."""
-    case = attention_case((8000, 1, 4095, 0, 6001, 777), width, 4, 8, head_dim, torch.bfloat16)
+    case = attention_case((8000, 1, 4095, 0, 6001, 777), width, 4, 8, head_dim, dtype)
     together = check_attention(case)
     for row in range(6):
         assert torch.equal(attend(rows_of(case, [row]))[0], together[row])

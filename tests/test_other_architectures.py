@@ -113,6 +113,19 @@ def test_a_window_that_only_the_mask_knows_keeps_the_mask(name: str, changes: di
         assert uses_ragged_kernel(model) == fits
 
 
+def test_a_mask_that_a_model_makes_itself_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """doge weighs keys by their values; the ragged kernel reads no mask, so that it must not serve such a model."""
+    model: Any = model_of("doge", num_key_value_heads=2, keep_window_size=8)
+    for layer in model.model.layers:
+        layer.self_attn.A.data.fill_(0.3)
+    texts(model, drafter="ngram")
+    on_gpu: Any = SimpleNamespace(config=model.config, device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert not uses_ragged_kernel(on_gpu)
+    monkeypatch.setattr("engine.model.uses_ragged_kernel", lambda model: True)
+    with pytest.raises(engine.UnsupportedModelError, match="its attention makes a mask of its own"):
+        engine.load(model)
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_text"])
 def test_heads_of_several_sizes(name: str) -> None:
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
