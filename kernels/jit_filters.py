@@ -175,7 +175,7 @@ def find_threshold(
     k, p, m = tl.zeros([], tl.int32), tl.full([], 1.0, tl.float32), tl.zeros([], tl.float32)
     if top_k is not None:
         k = tl.load(top_k + batch)
-        k = tl.where(k < vocab_size, k, 0).to(tl.int32)
+        k = tl.where((k > 0) & (k < vocab_size), k, 0).to(tl.int32)
     if top_p is not None:
         p = tl.load(top_p + batch).to(tl.float32)
     if min_p is not None:

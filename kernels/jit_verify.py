@@ -121,8 +121,8 @@ def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
 def read_drafts(token, draft, draft_threshold, draft_lse, batch, column, num_drafts):
     """Of the drafts [WIDTH], in the drafter's rows: logit, lse and threshold."""
     at, inside = batch * num_drafts + column, column < num_drafts
-    q_lse = tl.load(draft_lse + at, mask=inside, other=0.0)
-    least = tl.load(draft_threshold + at, mask=inside, other=0.0)
+    q_lse = tl.load(draft_lse + at, mask=inside, other=0.0).to(tl.float32)
+    least = tl.load(draft_threshold + at, mask=inside, other=0.0).to(tl.float32)
     return read_at(draft, batch, column, token), q_lse, least
 
 

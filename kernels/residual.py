@@ -123,12 +123,13 @@ def residual_kernel(
 
 @triton.jit
 def _shifts(row, draft_row, memory, draft_threshold, draft_lse, METHOD: tl.constexpr):
-    """What `residual_weights` needs to know of a row."""
+    """What `residual_weights` needs to know of a row; stats may come in half precision, which products would stay in."""
     p_shift = tl.load(row_at(memory, ROW_LSE, row))
     if METHOD == "block":
         p_shift -= tl.log(tl.load(row_at(memory, ROW_PREFIX, row)))
     threshold = tl.load(row_at(memory, ROW_THRESHOLD, row))
-    return p_shift, tl.load(draft_lse + draft_row), threshold, tl.load(draft_threshold + draft_row)
+    q_shift, least = tl.load(draft_lse + draft_row), tl.load(draft_threshold + draft_row)
+    return p_shift, q_shift.to(tl.float32), threshold, least.to(tl.float32)
 
 
 @triton.jit

@@ -152,11 +152,11 @@ def test_top_k_of_any_dtype(dtype: torch.dtype, vocab_size: int) -> None:
 @pytest.mark.parametrize("vocab_size", [300, 5_001])
 def test_top_k_that_is_off(vocab_size: int) -> None:
     """Below 0, and of the whole vocabulary or more: of numbers too that are something else in 32 bits."""
-    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(10))
-    top_k = torch.tensor([-1, vocab_size, vocab_size + 3, 2**32 + 5, -(2**63)])
+    top_k = torch.tensor([-1, vocab_size, vocab_size + 3, 2**32 + 5, 5 - 2**32, -(2**63), 5 - 2**63])
+    logits = torch.randn(len(top_k), vocab_size, generator=torch.Generator().manual_seed(10))
     stats = check_row_stats(logits, top_k=top_k)
     assert (stats.threshold == -torch.inf).all()
-    check_row_stats(logits, top_k=top_k, top_p=torch.full((5,), 0.9))
+    check_row_stats(logits, top_k=top_k, top_p=torch.full((len(top_k),), 0.9))
 
 
 def test_min_p_of_1() -> None:

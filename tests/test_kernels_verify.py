@@ -148,6 +148,19 @@ def test_any_strides_of_small_tensors() -> None:
     assert torch.equal(verdict.tokens, check_verify(case, draft_stats=stats).tokens)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["rejection", "block"])
+def test_draft_stats_in_half_precision(method: str, dtype: torch.dtype) -> None:
+    """Products with them in their own precision would make the residual another one than the test of the draft goes by."""
+    case = verify_case(generator(51), 48, 1, 8) | dict(temperature=torch.ones(48))
+    case["target_logits"] = case["target_logits"] + 100
+    case["draft_logits"] = case["target_logits"][:, :1] + torch.randn(48, 1, 8, generator=generator(52))
+    case["draft_tokens"] = (case["draft_logits"] - case["target_logits"][:, :1]).argmax(dim=-1)
+    stats = reference.row_stats(case["draft_logits"])
+    half = RowStats(stats.threshold.to(dtype), stats.lse.to(dtype), stats.argmax)
+    assert (check_verify(case, draft_stats=half, method=method).num_accepted == 0).sum() > 9
+
+
 @pytest.mark.parametrize("method", ["rejection", "block"])
 @pytest.mark.parametrize("word", ["token_mask", "logit_bias"])
 def test_a_bias_and_a_mask_of_every_row(word: str, method: str) -> None:
