@@ -61,8 +61,8 @@ def train(
         int,
         _option(
             "--draft-vocab-size",
-            "eagle3: size of the draft vocabulary, the most frequent tokens of the answers; a head to start from that has an output matrix "
-            "keeps its own tokens.",
+            "eagle3: size of the draft vocabulary, the most frequent tokens of the answers; a head to start from that has an "
+            "output matrix keeps its own tokens.",
         ),
     ] = _DEFAULT.draft_vocab_size,
     layers: Annotated[

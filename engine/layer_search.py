@@ -100,9 +100,10 @@ def search_layers(
 ) -> LayerSearch:
     """Find the layers that a target should draft with.
 
-    The target answers the prompts, greedily. Then layers are removed one by one (or `step` at a time), each time the one whose
-    removal leaves the highest agreement with the target, down to `min_layers`. Each trial is one pass over all texts together, in which every position sees the
-    target's own K/V of those before it, as a first draft does. Of L layers that makes about L^2 / (2 step) passes.
+    The target answers the prompts, greedily. Then layers are removed one by one (or `step` at a time), each time the one
+    whose removal leaves the highest agreement with the target, down to `min_layers`. Each trial is one pass over all texts
+    together, in which every position sees the target's own K/V of those before it, as a first draft does. Of L layers that
+    makes about L^2 / (2 step) passes.
 
     Args:
         target: an engine, or a live model.

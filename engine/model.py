@@ -288,7 +288,15 @@ class RaggedModel:
 
 
 def last_valid(values: Tensor, num_valid: Tensor) -> Tensor:
-    """[B, 1, D]: of values [B, W, D] each row's last column that is no padding, the first where there is none; num_valid [B] int64."""
+    """Each row's last column that is no padding, the first where there is none.
+
+    Args:
+        values: [B, W, D].
+        num_valid: [B] int64, columns of each row that are no padding.
+
+    Returns:
+        [B, 1, D].
+    """
     last = (num_valid - 1).clamp(min=0)
     return values.gather(1, last[:, None, None].expand(-1, -1, values.shape[-1]))
 

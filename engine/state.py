@@ -114,7 +114,7 @@ class BatchState:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Temperature and filters as `sample` and `verify` take them, beside seed and position; filters that no row uses are None."""
+        """Temperature and filters, as `sample` and `verify` take them beside seed and position; None for those that no row uses."""
         on = self.filtered
         return {
             "temperature": self.temperature,

@@ -16,9 +16,9 @@ class Drafter(Protocol):
     A drafter that keeps something per row keeps it per slot: `state.rows` are the slots of a state's rows.
 
     One that also has `graph_key() -> Hashable | None` is captured in CUDA graphs: the key tells apart whatever `propose`
-    depends on beside the tensors that it reads in place, and None asks for an eager call, as if `propose` waits for the device. What `propose` does in Python is
-    then not done again; `observe` is never captured. `reserve(length)`, if there is one, is called before rows of that
-    length come.
+    depends on beside the tensors that it reads in place, and None asks for an eager call, for example where `propose` waits
+    for the device. What `propose` does in Python is then not done again; `observe` is never captured. `reserve(length)`, if
+    there is one, is called before rows of that length come.
 
     `observes_width_only = True` says that `observe` looks at nothing but how many columns the verdict's tokens have: a
     cascade then makes nothing else for it.
