@@ -2,7 +2,11 @@
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # run as a program, which knows its own folder alone
 
 from bench import gpu_report
 from bench.figures import Figures

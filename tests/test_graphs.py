@@ -61,8 +61,8 @@ class CountedGraphs(Graphs):
         return super().run(key, work)
 
 
-def with_graphs(llm: engine.Engine, *, late: bool) -> CountedGraphs:
-    graphs = CountedGraphs(lambda pool: Replay(llm._server._state))
+def with_graphs(llm: engine.Engine, *, late: bool, max_graphs: int = 128) -> CountedGraphs:
+    graphs = CountedGraphs(lambda pool: Replay(llm._server._state), max_graphs)
     llm._server._round.graphs, llm._server._late = graphs, late
     return graphs
 
@@ -114,7 +114,7 @@ def test_a_warmup_keeps_all_that_it_captures(caplog: pytest.LogCaptureFixture) -
     target = tiny("llama", max_position_embeddings=600)
     llm = engine.load(target, num_draft_tokens="auto", max_batch_size=8)
     llm._server._lengths = AdaptiveLength(FEW_CHOICES)  # as on a GPU
-    graphs = with_graphs(llm, late=True)
+    graphs = with_graphs(llm, late=True, max_graphs=64)
     llm.warmup(batch_sizes=[1, 2, 4, 8], text_lengths=[200, 500])
     wanted = 4 * 2 * (2 * len(FEW_CHOICES) - 1)  # propose and verify, but nothing is proposed where K = 0
     assert len(graphs) == wanted == 120
