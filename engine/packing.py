@@ -26,6 +26,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers.pytorch_utils import Conv1D
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +36,27 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class PackedLinear(nn.Module):
-    """Stands in for an `nn.Linear` on a CPU, for inference. Holds the weight once, packed.
+    """Stands in for an `nn.Linear` on a CPU, or for a `Conv1D` as GPT-2 has it, for inference. Holds the weight once, packed.
+
+    Args:
+        transposed: the weight is to be seen as that of a `Conv1D`.
 
     Raises:
         ValueError: if this build of torch or this processor has no layout for the weight.
     """
 
-    def __init__(self, linear: nn.Linear, product: "_Product | None" = None, index: int = 0) -> None:
+    def __init__(
+        self, linear: nn.Linear, product: "_Product | None" = None, index: int = 0, transposed: bool = False
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self._product, self._index = product or _Product([linear]), index
+        self._product, self._index, self._transposed = product or _Product([linear]), index, transposed
 
     @property
     def weight(self) -> Tensor:
-        """[out_features, in_features]; a new tensor where it is held in another layout."""
-        return self._product.weight(self._index)
+        """[out_features, in_features], of a Conv1D [in_features, out_features]; a new tensor where it is held in another layout."""
+        weight = self._product.weight(self._index)
+        return weight.T.contiguous() if self._transposed else weight
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]; part of a larger tensor where siblings are computed together."""
@@ -227,10 +234,12 @@ def pack_linears(model: nn.Module) -> int:
             for name, child in parent.named_children()
             if _is_plain(child) and child.weight.dtype == first.dtype
         }
-        for names in _groups(plain):
-            product = _Product([plain[name] for name in names])
+        linears = {name: _as_linear(child) for name, child in plain.items()}
+        for names in _groups(linears):
+            product = _Product([linears[name] for name in names])
             for index, name in enumerate(names):
-                setattr(parent, name, PackedLinear(plain[name], product, index))
+                transposed = isinstance(plain[name], Conv1D)
+                setattr(parent, name, PackedLinear(linears[name], product, index, transposed))
             count += len(names)
     return count
 
@@ -246,10 +255,20 @@ def _groups(linears: dict[str, nn.Linear]) -> list[tuple[str, ...]]:
     return groups + [(name,) for name in linears if name not in taken]
 
 
-def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+def _is_plain(module: nn.Module) -> "TypeGuard[nn.Linear | Conv1D]":
     """Neither a subclass, nor hooked, nor sharded: what these do besides multiplying is their own affair."""
     hooked = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked
+    return type(module) in (nn.Linear, Conv1D) and type(module.weight) is nn.Parameter and not hooked
+
+
+def _as_linear(module: Any) -> nn.Linear:
+    """A Conv1D's weight is that of a linear layer, transposed."""
+    if isinstance(module, nn.Linear):
+        return module
+    linear = nn.Linear(module.nx, module.nf, device="meta")
+    linear.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)
+    linear.bias = module.bias
+    return linear
 
 
 @cache

@@ -160,7 +160,7 @@ def test_nothing_is_kept_once_all_siblings_were_called() -> None:
     assert [result.shape[-1] for result in results] == [64, 16, 16]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi", "opt", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi", "opt", "mixtral", "gpt2"])
 def test_a_loaded_checkpoint_is_packed_and_says_the_same(name: str, tmp_path: Path) -> None:
     plain = tiny(name, dtype=torch.float32)
     plain.save_pretrained(tmp_path)
@@ -178,10 +178,15 @@ def test_choosing_a_layout_draws_from_no_generator_of_others() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_weights_can_be_read_back(tmp_path: Path) -> None:
-    plain = tiny("llama", dtype=torch.bfloat16)
-    packed = tiny("llama", dtype=torch.bfloat16)
-    assert pack_linears(packed) == 2 * 7 + 1
+@pytest.mark.parametrize(("name", "layers"), [("llama", 2 * 7 + 1), ("gpt2", 2 * 4 + 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_can_be_read_back(name: str, layers: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    plain = tiny(name, dtype=dtype)
+    packed = tiny(name, dtype=dtype)
+    assert pack_linears(packed) == layers
+    x = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        torch.testing.assert_close(packed(x).logits, plain(x).logits, rtol=0.02, atol=0.02)
     packed.save_pretrained(tmp_path)
     again = type(plain).from_pretrained(tmp_path)
     expected = plain.state_dict()
