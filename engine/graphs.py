@@ -75,9 +75,8 @@ class CudaCapture:
             _failed.append(self._graph)
             with suppress(Exception):  # not public, and not wanted where the capture has been ended
                 torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
-            with suppress(
-                Exception
-            ):  # torch's own generator would go on believing that it is being captured, and refuse to draw
+            # Else torch's own generator goes on believing that it is being captured, and refuses to draw.
+            with suppress(Exception):
                 generator = torch.cuda.default_generators[self._stream.device_index]
                 generator.graphsafe_set_state(generator.clone_state())
             raise

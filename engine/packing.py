@@ -1,34 +1,19 @@
-"""Linear layers whose weights lie in memory as the matrix products of a CPU read them best.
+"""Linear layers whose weights lie in memory as the matrix products of a CPU read them best; see `weight_layouts.py`.
 
-Decoding multiplies a few rows by every weight of the model, so it should take as long as reading the weights. From a
-row-major matrix oneDNN reads bfloat16 at half the speed that it reaches from its own blocked layout (measured for 1 to 8 rows on
-an EPYC with AVX-512: 10 to 15 against 20 to 28 GB/s), and it never converts on the way. Here that is done once, after loading.
-
-oneDNN's products of bfloat16 are fast with AVX-512's instructions for it (AMD since Zen 4, Intel's servers since Sapphire Rapids).
-With AVX-512 alone they are emulated, and without it there are only torch's own, which take as long for every row as for the first:
-drafts would hardly ever pay. There FBGEMM reads the weights as float16 and computes in float32. All 211 layers of SmolLM2-135M
-on 2 cores, 1 row and 6 rows: on an EPYC with AVX2 torch takes 20 and 89 ms, FBGEMM 18 and 22; on another, with oneDNN kept from
-using the instructions for bfloat16, oneDNN takes 8.5 and 24 ms, FBGEMM 7.0 and 9.6. On an Intel with AMX, where each
-product reads its weights from memory, oneDNN takes 13.0 ms for 1 row, 13.2 for 6 and 13.4 for 16.
-
-float32 stays as it is, but for siblings, which become one matrix: there torch's own products (MKL's) read a row-major one at 26 to
-31 GB/s for one row, oneDNN its own layout at 12 to 28, and for up to 8 rows are the faster nearly everywhere (that Intel; for 16 to
-512 rows neither is). In oneDNN's a plain step of eight layers of SmolLM2's size took 1.4 times as long as in `transformers`.
+Decoding multiplies a few rows by every weight of the model, so it should take as long as reading the weights. Weights are laid out
+once, after loading.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 from itertools import count
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
-logger = logging.getLogger(__name__)
+from .weight_layouts import layout_of
 
 # Siblings that stock models call with one input: their weights lie one below the other, and the first call computes for all.
 # Each product costs some 30 us beside its work (2 threads), in a layer whose work takes 500.
@@ -81,7 +66,7 @@ class _Product:
         weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        layout = _layout(joined.dtype)
+        layout = layout_of(joined.dtype)
         if layout is None:
             raise ValueError(f"linear must have weights of a dtype that can be packed here, got {joined.dtype}")
         self._packed = layout(joined, bias)
@@ -142,82 +127,6 @@ def number_products(model: nn.Module) -> None:
             module._product.number()
 
 
-class _Layout(Protocol):
-    """A packed matrix."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Of a weight [out, in] and a bias [out]; RuntimeError where it cannot be."""
-
-    def multiply(self, input: Tensor) -> Tensor:
-        """[..., in] to [..., out], in the weight's dtype. What a row gives depends on how many there are, at most."""
-
-    def weight(self) -> Tensor:
-        """Unpacked: [out, in]."""
-
-
-class _OneDNN:
-    """In oneDNN's blocked layout."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-        self._bias = bias
-
-    def multiply(self, input: Tensor) -> Tensor:
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self._bias, "none", [], "")
-        return output
-
-    def weight(self) -> Tensor:
-        return self._packed.to_dense()
-
-
-class _RowMajor:
-    """As it is."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def multiply(self, input: Tensor) -> Tensor:
-        return nn.functional.linear(input, self._weight, self._bias)
-
-    def weight(self) -> Tensor:
-        return self._weight
-
-
-class _FBGEMM:
-    """In FBGEMM's blocked layout, as float16; sums in float32, which are rounded once.
-
-    Where float16 has too small a range, the weights are held times a power of two, the largest between 2^14 and 2^15. A
-    bfloat16 has three bits less than a float16, so that this is exact down to 2^-31 of the largest weight.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._dtype = weight.dtype
-        self._scale, held = 1.0, weight.float()
-        if not held.half().float().equal(held):
-            self._scale = 2.0 ** (15 - int(held.abs().max().frexp().exponent))
-            held = held * self._scale
-        self._packed = torch.ops.quantized.linear_prepack_fp16(held, None if bias is None else bias.float())
-
-    def multiply(self, input: Tensor) -> Tensor:
-        rows = input.numel() // input.shape[-1]
-        wide = input.float()
-        if self._scale != 1:
-            wide = wide / self._scale
-        # FBGEMM takes 3 to 6 rows at a time, and one or two that are left over by kernels that sum in another order.
-        if rows > 6 and (left := rows % 6) in (1, 2):
-            output = self._product(pad(wide.view(rows, -1), (0, 0, 0, 3 - left)))[:rows]
-            return output.view(*input.shape[:-1], -1).to(self._dtype)
-        return self._product(wide).to(self._dtype)
-
-    def _product(self, input: Tensor) -> Tensor:
-        output: Tensor = torch.ops.quantized.linear_dynamic_fp16(input, self._packed)
-        return output
-
-    def weight(self) -> Tensor:
-        held: Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
-        return (held / self._scale).to(self._dtype)
-
-
 def pack_linears(model: nn.Module) -> int:
     """Replace the linear layers of a model on a CPU, in place; returns how many.
 
@@ -225,7 +134,7 @@ def pack_linears(model: nn.Module) -> int:
     this processor cannot do it.
     """
     first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
-    if first is None or first.device.type != "cpu" or _layout(first.dtype) is None:
+    if first is None or first.device.type != "cpu" or layout_of(first.dtype) is None:
         return 0
     count = 0
     for parent in list(model.modules()):
@@ -269,37 +178,3 @@ def _as_linear(module: Any) -> nn.Linear:
     linear.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)
     linear.bias = module.bias
     return linear
-
-
-@cache
-def _layout(dtype: torch.dtype) -> type[_Layout] | None:
-    """The first layout in which a packed layer gives here what a plain one gives, None if there is none."""
-    own = torch.Generator().manual_seed(0)  # whoever draws from torch's sees nothing of this
-    weight, bias = (torch.rand(shape, generator=own).sub_(0.5).div_(4).to(dtype) for shape in ((32, 64), (32,)))
-    row = torch.linspace(-1, 1, 64, dtype=dtype)
-    with torch.inference_mode():
-        expected = nn.functional.linear(row.float(), weight.float(), bias.float())
-        for layout in _layouts(dtype):
-            try:
-                packed = layout(weight, bias)
-                given = [packed.multiply(row.expand(rows, -1)) for rows in range(1, 33)]
-            except (RuntimeError, AttributeError, NotImplementedError) as error:
-                logger.info("no linear layers of %s in the layout %s: %s", dtype, layout.__name__[1:], error)
-                continue
-            right = all(torch.allclose(rows[0].float(), expected, rtol=0.05, atol=0.05) for rows in given)
-            # Which kernel takes a row depends on the processor.
-            same = all(bool((rows == rows[0]).all()) for rows in given)
-            if right and (same or layout is not _FBGEMM):
-                return layout
-    return None
-
-
-def _layouts(dtype: torch.dtype) -> tuple[type[_Layout], ...]:
-    """Those that may do for a dtype, the fastest first."""
-    if dtype == torch.float32:
-        return (_RowMajor,)
-    if dtype not in (torch.bfloat16, torch.float16):
-        return ()
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 has none
-    emulated = dtype == torch.bfloat16 and capabilities.get("avx512_bf16") is False
-    return (_FBGEMM, _OneDNN) if emulated else (_OneDNN, _FBGEMM)

@@ -10,7 +10,8 @@ from tiny_models import greedy, random_prompts, tiny
 from torch import nn
 
 import engine
-from engine.packing import _FBGEMM, PackedLinear, _layout, _layouts, _OneDNN, _RowMajor, pack_linears
+from engine.packing import PackedLinear, pack_linears
+from engine.weight_layouts import FBGEMM, OneDNN, RowMajor, layout_of, layouts_for
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -29,18 +30,18 @@ def test_the_product(dtype: torch.dtype, bias: bool, rows: tuple[int, int]) -> N
 
 
 @pytest.fixture
-def fbgemm() -> type[_FBGEMM]:
+def fbgemm() -> type[FBGEMM]:
     """On any processor that has it, whether or not it is the layout that is chosen there."""
     try:
-        _FBGEMM(torch.ones(2, 2), None)
+        FBGEMM(torch.ones(2, 2), None)
     except RuntimeError as error:
         pytest.skip(f"no FBGEMM: {error}")
-    return _FBGEMM
+    return FBGEMM
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-30, 2.0**20])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_bfloat16_of_any_size_in_float16(scale: float, with_bias: bool, fbgemm: type[_FBGEMM]) -> None:
+def test_bfloat16_of_any_size_in_float16(scale: float, with_bias: bool, fbgemm: type[FBGEMM]) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(40, 24) * scale).bfloat16()
     weight[0, :3] = torch.tensor([2.0**-24, 1.5 * 2.0**-20, 0.0]) * scale
@@ -59,14 +60,14 @@ def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_bfloat16")
-def test_what_a_row_gives_does_not_depend_on_its_place_or_on_the_others(fbgemm: type[_FBGEMM]) -> None:
+def test_what_a_row_gives_does_not_depend_on_its_place_or_on_the_others(fbgemm: type[FBGEMM]) -> None:
     torch.manual_seed(0)
     packed = fbgemm(torch.randn(96, 80).bfloat16(), None)
     x = torch.randn(150, 80).bfloat16()
     alike = [packed.multiply(x[:1].expand(rows, -1)) for rows in range(1, 33)]
     if not all(rows.equal(rows[:1].expand_as(rows)) for rows in alike):
         pytest.skip("on this processor FBGEMM's rows depend on their place, so that it may not be taken")
-    assert _layout.__wrapped__(torch.bfloat16) is fbgemm
+    assert layout_of.__wrapped__(torch.bfloat16) is fbgemm
     whole = packed.multiply(x)
     for rows in range(3, 150):
         assert packed.multiply(x[:rows]).equal(whole[:rows]), rows
@@ -77,31 +78,31 @@ def test_what_a_row_gives_does_not_depend_on_its_place_or_on_the_others(fbgemm: 
 
 @pytest.mark.usefixtures("no_bfloat16")
 def test_a_layout_whose_rows_depend_on_their_place_is_not_taken(
-    fbgemm: type[_FBGEMM], monkeypatch: pytest.MonkeyPatch
+    fbgemm: type[FBGEMM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     multiply = fbgemm.multiply
     monkeypatch.setattr(
         fbgemm, "multiply", lambda self, x: multiply(self, x) * (1 + torch.arange(len(x))[:, None] / 100)
     )
-    assert _layout.__wrapped__(torch.bfloat16) is not fbgemm
+    assert layout_of.__wrapped__(torch.bfloat16) is not fbgemm
 
 
 @pytest.mark.parametrize(
     ("capabilities", "of_bfloat16"),
     [
-        ({"avx512_bf16": True}, (_OneDNN, _FBGEMM)),
-        ({"avx512_bf16": False}, (_FBGEMM, _OneDNN)),
-        ({}, (_OneDNN, _FBGEMM)),  # not an x86
+        ({"avx512_bf16": True}, (OneDNN, FBGEMM)),
+        ({"avx512_bf16": False}, (FBGEMM, OneDNN)),
+        ({}, (OneDNN, FBGEMM)),  # not an x86
     ],
 )
 def test_bfloat16_goes_where_the_processor_has_instructions(
     capabilities: dict[str, bool], of_bfloat16: tuple[type, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert _layouts(torch.bfloat16) == of_bfloat16
-    assert _layouts(torch.float16) == (_OneDNN, _FBGEMM)
-    assert _layouts(torch.float32) == (_RowMajor,)
-    assert _layouts(torch.float64) == ()
+    assert layouts_for(torch.bfloat16) == of_bfloat16
+    assert layouts_for(torch.float16) == (OneDNN, FBGEMM)
+    assert layouts_for(torch.float32) == (RowMajor,)
+    assert layouts_for(torch.float64) == ()
 
 
 class Attention(nn.Module):
@@ -174,7 +175,7 @@ def test_a_loaded_checkpoint_is_packed_and_says_the_same(name: str, tmp_path: Pa
 def test_choosing_a_layout_draws_from_no_generator_of_others() -> None:
     before = torch.get_rng_state()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        _layout.__wrapped__(dtype)
+        layout_of.__wrapped__(dtype)
     assert torch.equal(torch.get_rng_state(), before)
 
 
