@@ -53,7 +53,7 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
         _write_manifest(made)
         for file in made.iterdir():  # safetensors 0.8 makes files that their owner alone can read
             shutil.copymode(made / _MANIFEST, file)
-        if folder.exists():  # damaged, or another process was quicker
+        if not _is_intact(folder):  # what another process has made meanwhile is in use by now
             shutil.rmtree(folder, ignore_errors=True)
         try:
             os.replace(made, folder)

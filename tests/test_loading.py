@@ -186,20 +186,50 @@ def test_the_cache_of_conversions_may_be_in_a_home(monkeypatch: pytest.MonkeyPat
     assert conversion._cache_root() == Path.home() / "models"
 
 
-def test_gguf_is_converted_once_and_mended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With a stand-in for the conversion itself, which takes 20 s."""
-    source = tmp_path / "model.gguf"
-    source.write_bytes(b"GGUF" + bytes(range(256)) * 1000)
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that passes for a GGUF file, and an empty cache for what it is converted to."""
     monkeypatch.setattr(conversion, "_check_file", lambda path, role: None)
     monkeypatch.setenv(conversion.CACHE_VARIABLE, str(tmp_path / "cache"))
+    source = tmp_path / "model.gguf"
+    source.write_bytes(b"GGUF" + bytes(range(256)) * 1000)
+    return source
+
+
+def stand_in(folder: Path) -> None:
+    """What takes the place of a conversion, which takes 20 s."""
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+    (folder / "model.safetensors").chmod(0o600)  # as safetensors 0.8 does
+    (folder / "config.json").write_text("{}")
+
+
+def test_a_conversion_that_another_process_finished_first_is_kept(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That process reads its files by now: they must not be deleted under it."""
+    files: list[int] = []  # that the other process has made
+
+    def convert_alone(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
+        stand_in(folder)
+
+    def convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
+        monkeypatch.setattr(conversion, "_convert", convert_alone)
+        files.append((conversion.converted(path, dtype, role) / "model.safetensors").stat().st_ino)
+        stand_in(folder)
+
+    monkeypatch.setattr(conversion, "_convert", convert)
+    folder = conversion.converted(source, torch.bfloat16, "target")
+    assert files == [(folder / "model.safetensors").stat().st_ino]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_gguf_is_converted_once_and_mended(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = []
 
     def convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
         made.append(dtype)
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(b"weights" * 1000)
-        (folder / "model.safetensors").chmod(0o600)  # as safetensors 0.8 does
-        (folder / "config.json").write_text("{}")
+        stand_in(folder)
 
     monkeypatch.setattr(conversion, "_convert", convert)
     folder = conversion.converted(source, torch.bfloat16, "target")
