@@ -34,7 +34,7 @@ class Layout(Protocol):
         """Of a weight [out, in] and a bias [out]; RuntimeError where it cannot be."""
 
     def multiply(self, input: Tensor) -> Tensor:
-        """[..., in] to [..., out], in the weight's dtype. What a row gives depends on how many there are, at most."""
+        """[..., in] to [..., out], in the weight's dtype. A row's result may depend on how many there are, not on the others."""
 
     def weight(self) -> Tensor:
         """Unpacked: [out, in]."""
@@ -116,7 +116,7 @@ def layout_of(dtype: torch.dtype) -> type[Layout] | None:
                 packed = layout(weight, bias)
                 given = [packed.multiply(row.expand(rows, -1)) for rows in range(1, 33)]
             except (RuntimeError, AttributeError, NotImplementedError) as error:
-                logger.info("no linear layers of %s in the layout %s: %s", dtype, layout.__name__[1:], error)
+                logger.info("no linear layers of %s in the layout %s: %s", dtype, layout.__name__, error)
                 continue
             right = all(torch.allclose(rows[0].float(), expected, rtol=0.05, atol=0.05) for rows in given)
             # Which kernel takes a row depends on the processor.

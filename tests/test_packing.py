@@ -1,6 +1,7 @@
 """Linear layers packed: the same results, the same weights, on the models that `engine.load` reads."""
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,18 @@ def test_a_layout_whose_rows_depend_on_their_place_is_not_taken(
         fbgemm, "multiply", lambda self, x: multiply(self, x) * (1 + torch.arange(len(x))[:, None] / 100)
     )
     assert layout_of.__wrapped__(torch.bfloat16) is not fbgemm
+
+
+def test_a_layout_that_cannot_be_had_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: OneDNN, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        raise RuntimeError("not in this build")
+
+    monkeypatch.setattr(OneDNN, "__init__", refuse)
+    with caplog.at_level(logging.INFO, "engine.weight_layouts"):
+        layout_of.__wrapped__(torch.bfloat16)
+    assert "no linear layers of torch.bfloat16 in the layout OneDNN: not in this build" in caplog.text
 
 
 @pytest.mark.parametrize(
