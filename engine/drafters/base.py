@@ -7,29 +7,29 @@ from ..state import BatchState, Proposal, Verdict
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens for a batch of rows. Everything it needs is in the state. `propose` should not wait for the device.
+    """Proposes tokens for a batch of rows. All that it needs is in the state. `propose` should not wait for the device.
 
-    One that works with the target has `attach(target: RaggedModel)`, called once before all else: the place to ask for
-    hidden states (`target.keep_hidden_states`). It serves the engine that it was attached to last. Its `restore()`, if there is
-    one, is called before each generation, to undo what an interrupted one has left in the target.
+    What a drafter keeps for a row, it keeps by slot: `state.rows` are the slots of a state's rows.
 
-    A drafter that keeps something per row keeps it per slot: `state.rows` are the slots of a state's rows.
+    The three methods below are all that a drafter must have. The engine also uses these, where a drafter has them:
 
-    One that also has `graph_key() -> Hashable | None` is captured in CUDA graphs: the key tells apart whatever `propose`
-    depends on beside the tensors that it reads in place, and None asks for an eager call, for example where `propose` waits
-    for the device. What `propose` does in Python is then not done again; `observe` is never captured. `reserve(length)`, if
-    there is one, is called before rows of that length come.
-
-    `observes_width_only = True` says that `observe` looks at nothing but how many columns the verdict's tokens have: a
-    cascade then makes nothing else for it.
-
-    `ends_early(state) -> bool`, if there is one, says that `propose` itself stops where drafting on would not pay; if all rows are
-    greedy, "auto" then asks for as many drafts as there may be. `steps(state, num_draft_tokens)` gives the columns of `propose`
-    one by one as proposals [B, 1], to a reader who may stop at any.
+    - `attach(target: RaggedModel)`: called once, before all else. The place to ask for hidden states of the target
+      (`target.keep_hidden_states`). A drafter that has it serves the engine that it was attached to last.
+    - `restore()`, beside `attach`: called before each generation, to undo what an interrupted one has left in the target.
+    - `reserve(length)`: called before rows of that length come.
+    - `graph_key() -> Hashable | None`: `propose` is captured in CUDA graphs, one for each key. The key tells apart whatever
+      `propose` depends on beside the tensors that it reads in place. None asks for an eager call, for example where `propose`
+      waits for the device. A replayed graph runs nothing of what `propose` does in Python. `observe` is never captured.
+    - `observes_width_only = True`: of a verdict, `observe` looks at nothing but the number of columns of its tokens. A
+      cascade then fills in nothing else for it.
+    - `ends_early(state) -> bool`: whether `propose` itself stops where drafting on would not pay. Of one that does, and
+      drafts for a single greedy row, "auto" asks for as many drafts as there may be.
+    - `steps(state, num_draft_tokens)`: yields the columns of `propose` one by one, as proposals [B, 1], to a reader who may
+      stop at any of them.
     """
 
     def prefill(self, state: BatchState) -> None:
-        """New rows have taken these slots: their prompts are the first `prompt_lengths` tokens, `seq_lens` + 1."""
+        """New rows have taken these slots. Their texts are their prompts, of `state.prompt_lengths` = `seq_lens` + 1 tokens."""
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """At most `num_draft_tokens` tokens per row, to follow the pending token.
@@ -44,7 +44,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
-        """A round's outcome, tokens [B, K+1], also of one that had no draft; the state has it already."""
+        """A round's outcome, tokens [B, K+1]; K = 0 in a round without drafts. They stand in the state's texts already."""
 
 
 def stages_of(drafter: Any) -> tuple[Any, ...]:
