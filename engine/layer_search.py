@@ -25,7 +25,7 @@ from .loading import load
 from .metrics import expected_speedup
 from .model import attention_masks
 from .packing import PackedLinear
-from .support import TESTED, check_supported
+from .support import TESTED, windows
 
 _HEAD_ROWS = 256  # that go through the head at once
 
@@ -235,7 +235,7 @@ class AnsweredTexts:
         place = torch.arange(width, device=self._tokens.device)
         query, key = place[:, None], place[None]
         masks = {}
-        for kind, window in check_supported(self._model, "target").items():
+        for kind, window in windows(self._model.config).items():
             before = key < query
             if window is not None:
                 before &= key > query - window

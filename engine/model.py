@@ -77,7 +77,8 @@ class RaggedModel:
     def __init__(
         self, model: PreTrainedModel, num_slots: int, exact: bool = False, role: str = "target", compile: bool = False
     ) -> None:
-        self.windows = check_supported(model, role)
+        check_supported(model, role)
+        self.windows = windows(model.config)
         self.model: PreTrainedModel = model.eval()
         self.num_slots, self.exact = num_slots, exact
         self.device, self.dtype = model.device, model.dtype
@@ -302,7 +303,7 @@ def last_valid(values: Tensor, num_valid: Tensor) -> Tensor:
 
 
 def attention_masks(model: PreTrainedModel, masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-    """What a model takes for these masks by layer type, True where a key is visible; see `check_supported`."""
+    """What a model takes for these masks by layer type, True where a key is visible; the types are those of `windows`."""
     found = dict(masks)
     if model.config._attn_implementation == "eager":  # adds the mask instead of selecting by it
         least = torch.finfo(model.dtype).min

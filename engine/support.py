@@ -74,8 +74,8 @@ def _is_encoder(name: str, text: PretrainedConfig) -> bool:
     return name in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(text, "is_decoder", False)
 
 
-def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
-    """The attention windows of a model by layer type; `{"all": window}` where all layers are alike.
+def check_supported(model: PreTrainedModel, role: str) -> None:
+    """What can be told of a loaded model without calling it.
 
     Raises:
         UnsupportedModelError: naming the model type and the reason.
@@ -101,11 +101,14 @@ def check_supported(model: PreTrainedModel, role: str) -> dict[str, int | None]:
         raise UnsupportedModelError(
             f"{role} must be a causal language model, got {type(model).__name__} without a head"
         )
-    return windows(config)
 
 
 def windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """The attention windows by layer type, as `check_supported` returns them; what a class does not know is no window."""
+    """The attention windows, in tokens, by layer type; None: all tokens are seen.
+
+    `{"all": window}` where all layers are alike. Of settings that the config's class does not declare, none is a window: a
+    config keeps whatever else its file has.
+    """
     text = config.get_text_config()
     layer_types = set(getattr(text, "layer_types", None) or ()) if _declares(text, "layer_types") else set()
     window = getattr(text, "sliding_window", None) if layer_types or _declares(text, "sliding_window") else None
@@ -117,7 +120,7 @@ def windows(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 def _declares(config: PretrainedConfig, name: str) -> bool:
-    """Whether models of this class know the name; a config keeps whatever else its file has."""
+    """Whether models of this class know the name."""
     return config.attribute_map.get(name, name) in inspect.signature(type(config)).parameters
 
 
