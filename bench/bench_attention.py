@@ -7,17 +7,14 @@ graph beside the baseline and a copy of as many bytes (bench/attention_cases.py)
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
-import torch
 from torch import Tensor
 
 from bench.attention_cases import CONTENDERS, CPU_CASES, GPU_CASES, AttentionCase, Inputs, check, contest, make_inputs
-from bench.report import environment
-from bench.timing import Timing, use_all_cores
+from bench.conftest import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES, LENGTHS, WIDTHS = (1, 16, 64), (512, 8192), (1, 6, 8)
 
 
@@ -29,28 +26,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("case", cases, ids=lambda case: case.shape.replace(" ", "-"))
 
 
-@pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    """Device, driver and versions, with as many threads as there are cores."""
-    use_all_cores()
-    return environment(DEVICE)
-
-
 @pytest.mark.benchmark(max_time=0.5, min_rounds=5)
 @pytest.mark.parametrize("name", CONTENDERS)
-def test_attention(benchmark: Any, facts: dict[str, Any], name: str, case: AttentionCase) -> None:
+def test_attention(timed: Callable[..., None], name: str, case: AttentionCase) -> None:
     function: Callable[[Inputs], Tensor] = CONTENDERS[name]
     inputs = make_inputs(case, DEVICE)
     check(case, inputs, function(inputs))
-
-    def run() -> None:
-        function(inputs)
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-
     turns = [contest(case, DEVICE, repeats=20, seconds=2)] if DEVICE == "cuda" and name == "ours" else []
-    benchmark.extra_info.update(facts, bytes_moved=case.bytes_moved, contest=turns)
-    benchmark(run)
-    if benchmark.stats is not None:  # None under --benchmark-disable
-        result = Timing.of(benchmark.stats.stats.data)
-        benchmark.extra_info.update(p20_us=1e6 * result.p20, p80_us=1e6 * result.p80)
+    timed(partial(function, inputs), bytes_moved=case.bytes_moved, contest=turns)

@@ -10,17 +10,13 @@ bench/timing.py), or ours beside a peer.
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache
-from typing import Any
 
 import pytest
-import torch
 
 from bench.cases import Case, all_cases, check_ours, make_inputs, our_call
+from bench.conftest import DEVICE
 from bench.measure import contest, ratio_to
 from bench.peers import PEERS, Peer
-from bench.report import environment
-from bench.timing import Timing, use_all_cores
 
 BATCHES, DRAFTS, VOCAB_SIZES = (1, 8, 64, 256), (1, 4, 8), (32000, 49152, 128256, 151936)
 REDUCED = {"cpu": ((1, 8), (4,), (49152, 151936)), "cuda": ((1, 64), (4,), (49152, 151936))}
@@ -30,15 +26,10 @@ REDUCED_NAMES = (
 )  # fmt: skip
 
 
-@cache
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The matrix, by device and option; peers meet ours on "full"."""
     whole = metafunc.config.getoption("--full", default=False)
-    shapes = list(itertools.product(*((BATCHES, DRAFTS, VOCAB_SIZES) if whole else REDUCED[device()])))
+    shapes = list(itertools.product(*((BATCHES, DRAFTS, VOCAB_SIZES) if whole else REDUCED[DEVICE])))
     of_shape = {f"B{b}-K{k}-V{v}": all_cases(b, k, v) for b, k, v in shapes}
     if "peer" in metafunc.fixturenames:
         full = [pytest.param(cases["full"], id=shape) for shape, cases in of_shape.items()]
@@ -51,45 +42,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("name, case", named)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def facts() -> dict[str, Any]:
-    """Device, driver and versions, with as many threads as there are cores."""
-    use_all_cores()
-    return environment(device())
-
-
-def timed(benchmark: Any, call: Callable[[], Any], facts: dict[str, Any], **more: Any) -> None:
-    """Let pytest-benchmark time a call, the wait for the device included, and add what belongs to it."""
-
-    def run() -> None:
-        call()
-        if device() == "cuda":
-            torch.cuda.synchronize()
-
-    benchmark.extra_info.update(facts, **more)
-    benchmark(run)
-    if benchmark.stats is not None:  # None under --benchmark-disable
-        result = Timing.of(benchmark.stats.stats.data)
-        benchmark.extra_info.update(p20_us=1e6 * result.p20, p80_us=1e6 * result.p80)
-
-
 @pytest.mark.benchmark(max_time=0.5, min_rounds=5)
-def test_ours(benchmark: Any, facts: dict[str, Any], name: str, case: Case) -> None:
-    inputs = make_inputs(case, device())
+def test_ours(timed: Callable[..., None], name: str, case: Case) -> None:
+    inputs = make_inputs(case, DEVICE)
     call = our_call(case, inputs)
     check_ours(case, inputs, call())
-    records = contest({name: case}, device="cuda", repeats=30, seconds=2) if device() == "cuda" else []
+    records = contest({name: case}, device="cuda", repeats=30, seconds=2) if DEVICE == "cuda" else []
     assert not [record.error for record in records if record.error]
-    timed(benchmark, call, facts, contract_bytes=case.bytes_moved, contest=[asdict(record) for record in records])
+    timed(call, contract_bytes=case.bytes_moved, contest=[asdict(record) for record in records])
 
 
 @pytest.mark.benchmark(max_time=0.5, min_rounds=5)
-def test_peer(benchmark: Any, facts: dict[str, Any], peer: Peer, case: Case) -> None:
+def test_peer(timed: Callable[..., None], peer: Peer, case: Case) -> None:
     if reason := peer.available():
         pytest.skip(f"{peer.name}: {reason}")
-    records = contest({"full": case}, [peer], device=device(), repeats=15, seconds=2)
+    records = contest({"full": case}, [peer], device=DEVICE, repeats=15, seconds=2)
     assert not [record.error for record in records if record.error]
     ratio = ratio_to(peer.name, records)
-    call = peer.prepare(case, make_inputs(case, device()))
+    call = peer.prepare(case, make_inputs(case, DEVICE))
     call()
-    timed(benchmark, call, facts, time_to_ours=ratio, contest=[asdict(record) for record in records])
+    timed(call, time_to_ours=ratio, contest=[asdict(record) for record in records])

@@ -1,9 +1,41 @@
-"""Options of `pytest bench`, and a table of what its benchmarks took."""
+"""What the benchmarks of `pytest bench` share: options, how a call is timed, and a table of what they took."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+
+from bench.report import environment
+from bench.timing import Timing, use_all_cores
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def facts() -> dict[str, Any]:
+    """Device, driver and versions, with as many threads as there are cores."""
+    use_all_cores()
+    return environment(DEVICE)
+
+
+@pytest.fixture
+def timed(benchmark: Any, facts: dict[str, Any]) -> Callable[..., None]:
+    """Lets pytest-benchmark time a call, the wait for the device included; keywords go into the JSON that it writes."""
+
+    def time_call(call: Callable[[], Any], **told: Any) -> None:
+        def run() -> None:
+            call()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+
+        benchmark.extra_info.update(facts, **told)
+        benchmark(run)
+        if benchmark.stats is not None:  # None under --benchmark-disable
+            result = Timing.of(benchmark.stats.stats.data)
+            benchmark.extra_info.update(p20_us=1e6 * result.p20, p80_us=1e6 * result.p80)
+
+    return time_call
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

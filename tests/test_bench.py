@@ -154,7 +154,7 @@ def test_the_matrix_is_run_in_part_unless_all_is_asked_for(
         config=SimpleNamespace(getoption=lambda *_, **__: whole),
         parametrize=lambda names, values: made.extend(values),
     )
-    monkeypatch.setattr(bench_kernels, "device", lambda: device)
+    monkeypatch.setattr(bench_kernels, "DEVICE", device)
     bench_kernels.pytest_generate_tests(metafunc)
     shapes = {case.values[1].shape for case in made}
     assert (len(shapes), len(made)) == ((48, 48 * len(all_cases(1, 1, 1))) if whole else (4, 4 * 13))
