@@ -17,6 +17,7 @@ import torch
 
 from bench import timing
 from bench.figures import failure
+from bench.out_file import check_out_folder
 from bench.peers import PEERS
 from bench.processes import limited
 from bench.report import BEGUN, DONE, NAMES, Report, environment, gpu_state
@@ -102,13 +103,7 @@ def begin(folder: Path, device: str, titles: Sequence[str], quick: bool, force: 
     Raises:
         ValueError: if there is another one, or the folder cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".report.json.partial"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from error
+    check_out_folder(folder)
     report = Report(folder, environment(device), titles, quick)
     existing = [name for name in NAMES if (folder / name).exists()]
     if force or not existing:

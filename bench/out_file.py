@@ -1,10 +1,10 @@
-"""The file that a benchmark writes at its end."""
+"""The file or the folder that a benchmark writes to, checked before its work."""
 
 from pathlib import Path
 
 
 def check_out(file: Path) -> None:
-    """Look whether a file can be written there, before the work that it is for; what is there is left as it is.
+    """Look whether a file can be written there; what is there is left as it is.
 
     Raises:
         ValueError: if it cannot.
@@ -18,3 +18,18 @@ def check_out(file: Path) -> None:
         raise ValueError(f"--out must be a file that can be written, got {file}: {error.strerror}") from error
     if is_new:
         file.unlink()
+
+
+def check_out_folder(folder: Path) -> None:
+    """Make a folder, if need be, and look whether files can be written there.
+
+    Raises:
+        ValueError: if they cannot.
+    """
+    probe = folder / ".probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out must be a folder that can be written, got {folder}: {error.strerror}") from error

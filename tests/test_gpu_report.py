@@ -279,7 +279,9 @@ def test_bad_out(tmp_path: Path, complaint: Callable[..., str]) -> None:
     assert "--out" in complaint()
     (tmp_path / "report.md").write_text("precious")
     assert "holds report.md, and" in complaint("--out", str(tmp_path))
-    assert f"--out {tmp_path / 'report.md'} cannot be written" in complaint("--out", str(tmp_path / "report.md"))
+    assert f"--out must be a folder that can be written, got {tmp_path / 'report.md'}" in complaint(
+        "--out", str(tmp_path / "report.md")
+    )
     (tmp_path / "report.json").write_text("[]")
     assert "choose another --out, or begin anew with --force" in complaint("--out", str(tmp_path))
     assert (tmp_path / "report.md").read_text() == "precious"

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from bench.out_file import check_out_folder
 from bench.throughput.command_line import parse
 from bench.throughput.options import Options
 from bench.throughput.prompts import read_prompts, select
@@ -33,13 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check_before_work(options: Options) -> None:
     """What needs no model."""
     select(read_prompts(options.prompts), options.categories, options.per_category, options.max_turns)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        probe = options.out / ".probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"out must be a folder that can be written, got {options.out}: {error.strerror}") from error
+    check_out_folder(options.out)
 
 
 def _measure(options: Options, restart: bool) -> int:
