@@ -1,4 +1,4 @@
-"""One round, on the device only: propose, verify, commit. The host reads its packed result, and nothing else."""
+"""One round, on the device only: propose, verify, commit. Of all that, the host reads nothing but one packed result."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -30,9 +30,17 @@ class RowResult(NamedTuple):
 
 @dataclass
 class Round:
-    """How rounds of an engine are run.
+    """Runs the rounds of an engine.
 
-    Each of the two halves is captured as a CUDA graph of its own, if there are graphs, so that the clock can stand between.
+    With CUDA graphs, the two halves of a round, drafting and verification, are graphs of their own: between them the clock
+    takes the time.
+
+    Args:
+        target: verifies; its cache holds the rows' K/V.
+        drafter: proposes; None for plain decoding.
+        verification: the rule, of `VERIFICATION_METHODS`.
+        clock: takes the time of both halves.
+        graphs: captures both halves, where there is something to capture with.
     """
 
     target: RaggedModel
@@ -40,16 +48,21 @@ class Round:
     verification: str
     clock: RoundClock
     graphs: Graphs = field(default_factory=lambda: Graphs(None))
-    _places: dict[Hashable, Proposal] = field(default_factory=dict, init=False)  # of proposals, by their layout
+    _places: dict[Hashable, Proposal] = field(default_factory=dict, init=False)  # see `_placed`; by `_layout`
 
     def run(self, state: BatchState, num_draft_tokens: int, trim: Callable[[Proposal], Proposal]) -> Tensor:
         """Advance every active row by 1 to K+1 tokens.
 
         Args:
+            num_draft_tokens: drafts to ask the drafter for; 0: it is not asked.
             trim: cuts what is not worth verifying from a proposal.
 
         Returns:
-            Packed results, int64, for `unpack`, once they have come to the host. Rows that are not active are meaningless.
+            The packed result of `verify_and_commit`, on the device: for `unpack`, when it has come to the host. What it
+            says of inactive rows means nothing.
+
+        Raises:
+            EngineError: if the drafter returns something that is no proposal for this state.
         """
         self.clock.mark()
         proposal = trim(self._propose(state, num_draft_tokens))
@@ -79,9 +92,10 @@ class Round:
         return proposal
 
     def _placed(self, proposal: Proposal) -> Proposal:
-        """If there are graphs, a copy of what verification reads, in the one place for proposals of such tensors.
+        """With CUDA graphs, a copy of the proposal in buffers that serve all proposals of its layout.
 
-        Wherever a drafter has left its own, captured or not, one graph then verifies it.
+        The graph of the verification reads these buffers. So it needs no twin for each place where a drafter leaves its
+        proposals, which differs from graph to graph of the drafter, and from one eager call to the next.
         """
         if not self.graphs.enabled:
             return proposal
@@ -106,24 +120,24 @@ class Round:
 
 
 def _tensors(proposal: Proposal) -> list[Tensor]:
-    """What verification reads of a proposal."""
+    """What verification reads of a proposal: all but its confidence."""
     found = proposal.tokens, proposal.logits, *(proposal.stats or ())
     return [tensor for tensor in found if tensor is not None]
 
 
 def _layout(proposal: Proposal) -> Hashable:
-    """Which tensors those are, but for their places."""
+    """Shapes and dtypes of these tensors: proposals that are alike in them are the same work to verify."""
     return tuple((tensor.shape, tensor.dtype) for tensor in _tensors(proposal))
 
 
 def verify_and_commit(
     target: RaggedModel, state: BatchState, proposal: Proposal, verification: str
 ) -> tuple[Verdict, Tensor]:
-    """The target's call, the verdict on the drafts, and its tokens in the state.
+    """Call the target on the pending tokens and the drafts, judge the drafts, and append what stands to the texts.
 
     Returns:
-        The verdict, and `Round.run`'s result: [B, 3 + K+1] int64, or [B, 3 + 2(K+1)] with log-probabilities, which are there as the
-        bits of float64.
+        The verdict, and what the host is to know of it, packed for one copy: [B, 3 + K+1] int64, the columns num_accepted,
+        num_proposed, status and the tokens. If a row wants log-probabilities, K+1 columns more: the bits of float64.
     """
     drafts = proposal.tokens
     num_proposed = (drafts >= 0).long().cumprod(dim=1).sum(dim=1)
@@ -157,7 +171,7 @@ def verify_and_commit(
 
 
 def unpack(packed: Tensor, with_logprobs: bool) -> list[RowResult]:
-    """The packed results of a round, row by row; `packed` is on the host."""
+    """The packed result of a round (see `verify_and_commit`), on the host, row by row."""
     width = (packed.shape[1] - 3) // (2 if with_logprobs else 1)
     rows = packed[:, : 3 + width].tolist()
     logprobs = packed[:, 3 + width :].view(torch.float64).tolist() if with_logprobs else [None] * len(rows)
@@ -168,7 +182,10 @@ def unpack(packed: Tensor, with_logprobs: bool) -> list[RowResult]:
 
 
 def _broken_rule(proposal: Any, state: BatchState, vocab_size: int) -> str:
-    """What a proposal must be and is not, if there is such a thing; values are looked at where that is free."""
+    """The rule that a proposal breaks and what it is instead, as in "tokens [B, K] ..., got ..."; empty if it breaks none.
+
+    Values are checked on a CPU only, where looking at them waits for nothing.
+    """
     if not isinstance(proposal, Proposal):
         return f"an engine.Proposal, got {type(proposal).__name__}"
     tokens, logits, stats, confidence = proposal
@@ -204,7 +221,7 @@ def _described(value: Any) -> str:
 
 
 def _within_limits(proposal: Proposal, state: BatchState) -> Proposal:
-    """Drop drafts that would leave no room for the next token of the round, and those of rows that are to have none."""
+    """Drop drafts behind which the round's next token would have no room, and all of rows that are to have none."""
     room = (state.limits - state.seq_lens - 2).masked_fill(state.without_drafts, 0)[:, None]
     step = torch.arange(proposal.tokens.shape[1], device=room.device)
     return proposal._replace(tokens=proposal.tokens.where(step < room, -1))

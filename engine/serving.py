@@ -1,7 +1,7 @@
 """The host's loop: prompts into slots, prefill in chunks, rounds, ends.
 
-Where the device runs apart from the host, the packed result of a round is read while the next one is under way: the host
-is then one round behind, and what a row emits after its end is dropped.
+A GPU runs apart from the host, which therefore starts the next round before it reads the result of the last one. So the host
+is one round behind: a row that has ended runs once more, and what it emits then is dropped.
 """
 
 import time
@@ -27,9 +27,14 @@ class Server:
     """Runs requests to their ends, as many at a time as there are slots.
 
     Args:
-        state: a slot for each row.
-        late: read results one round late.
-        ranks: those that share the target.
+        round_: runs the rounds.
+        state: of all slots.
+        lengths: says how many tokens to draft.
+        config: the engine's.
+        eos_token_ids: tokens that end a text.
+        stats: of the engine's life; added to.
+        late: read a round's result when the next one has been started.
+        ranks: the processes that share the target.
     """
 
     def __init__(
@@ -47,13 +52,13 @@ class Server:
         self._device, self._stats, self._late = state.tokens.device, stats, late
         self._slots = Slots(round_, state, config)
         self._results = Results(round_, state, eos_token_ids, stats, ranks)
-        self._since = 0.0  # when the step under way began
+        self._since = 0.0  # perf_counter() when the step under way began
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
-        """Yields (request, new tokens) per row and round; a request that has ended has a finish_reason or an error."""
+        """Yields (request, number of its new tokens) per row and round; a request that has ended has a finish_reason or an error."""
         scheduler = Scheduler(requests, self._config.max_batch_size)
         launched: Launched | None
-        waiting: Launched | None = None  # started, not read
+        waiting: Launched | None = None  # a round that was started and is not read, if results are read late
         self._round.clock.take()  # marks of a round that failed
         try:
             while scheduler.busy:
@@ -72,13 +77,18 @@ class Server:
             self._state.limits.zero_()
 
     def _seconds(self) -> float:
-        """The engine's working time by now: without what readers of a stream do between its pieces."""
+        """Seconds that the engine has worked in its life; without what the reader of a stream does between pieces."""
         return self._stats.total_seconds + time.perf_counter() - self._since
 
     def warmup(self, num_rows: int, text_length: int, params: SamplingParams) -> None:
-        """Run every kind of round that rows of such texts may need, on rows that are not active: they change nothing.
+        """Run every kind of round that rows of such texts may need. The rows are not active, so nothing changes.
 
-        However many graphs that takes, none is forgotten for another.
+        All graphs that this captures are kept, however many they are.
+
+        Args:
+            num_rows: that decode together.
+            text_length: of prompts with their answers, in tokens.
+            params: of the rows.
         """
         self._slots.reserve(text_length)
         request = Request(0, [0] * text_length, params, 0, text_length, None)
@@ -86,7 +96,8 @@ class Server:
         drafts = {0, *self._lengths.possible} if self._round.drafter is not None else {0}
         with self._round.graphs.keeping_all(), torch.inference_mode(), on_device(self._device):
             for num_draft_tokens in sorted(drafts):
-                # Each half first eagerly, then captured; a draft model makes up for rounds without it eagerly as well.
+                # Work is captured the second time that it comes. Four times, as the first rounds of a draft model are others:
+                # in them it makes up for the rounds without drafts before.
                 for _ in range(4 if self._round.graphs.enabled else 1):
                     self._round.run(state, num_draft_tokens, lambda proposal: proposal)
         self._round.clock.take()
@@ -101,13 +112,13 @@ class Server:
         self._slots.begin(requests)
 
     def _prefill(self, scheduler: Scheduler) -> None:
-        """Read new prompts: PREFILL_TOKENS of them while others are running, else until somebody is."""
+        """Read new prompts: about PREFILL_TOKENS tokens while rows are running, else until the first row can run."""
         budget = PREFILL_TOKENS
         while scheduler.prefilling and (budget > 0 or not scheduler.running):
             begin = time.perf_counter()
             group = sorted(scheduler.prefilling.values(), key=lambda request: request.slot)
             target = self._round.target
-            group = group[:1] if target.exact else group  # its own length alone decides the shapes of its calls
+            group = group[:1] if target.exact else group  # its own length decides the shapes of its calls
             group, width = prefill_chunk(group, target.skips_padding)
             spans = [(request.prefilled, min(request.prefilled + width, request.to_prefill)) for request in group]
             if width:
@@ -122,7 +133,7 @@ class Server:
             budget -= sum(end - begin for begin, end in spans) if target.skips_padding else width * len(group)
 
     def _start(self, requests: list[Request], scheduler: Scheduler) -> None:
-        """Let rows decode whose prompts have been read."""
+        """Make rows active whose prompts have been read."""
         if not requests:
             return
         if self._round.drafter is not None:
@@ -135,25 +146,20 @@ class Server:
             scheduler.start(request)
 
     def _launch(self, scheduler: Scheduler, unread: int) -> Launched:
-        """Start a round of all running rows."""
+        """Start a round of all running rows.
+
+        Args:
+            unread: tokens that the round before, which has not been read, may have added to each row.
+        """
         begin = time.perf_counter()
         running = dict(sorted(scheduler.running.items()))
-        # Rows that have ended cost nothing before those that run, and little between them, but where all calls have one shape.
-        first = 0 if self._round.graphs.enabled or self._round.target.exact else min(running)
-        state = self._slots.select(slice(first, self._slots.num_rows(1 + max(running))), list(running.values()), unread)
-        processors = ((slot - first, request.params.logits_processor) for slot, request in running.items())
-        state = replace(state, processors=tuple(each for each in processors if each[1] is not None))
-        rows = list(running)
-        room = max(request.limit - request.length for request in running.values()) - 1
-        if self._round.graphs.enabled:
-            room = max(room, self._lengths.num_draft_tokens)  # a shorter round would be another graph
-        remaining = None if scheduler.queued else [request.limit - request.length for request in running.values()]
+        state, first = self._rows_of(running, unread)
         asked = 0
         if self._round.drafter is not None:
-            asked = self._lengths.choose(rows, room, self._ends_early(state), remaining)
+            asked = self._num_draft_tokens(running, state, scheduler.queued)
         set_up = self._round.graphs.set_up
         with torch.inference_mode():
-            packed = self._round.run(state, asked, self._trim(rows, first))
+            packed = self._round.run(state, asked, self._trim(list(running), first))
             arrived = None
             if self._late:  # the next round may write over it
                 packed, arrived = to_host(packed)
@@ -174,15 +180,40 @@ class Server:
             spans=spans,
         )
 
+    def _rows_of(self, running: dict[int, Request], unread: int) -> tuple[BatchState, int]:
+        """The state of the slots that a round is run on, from the first running one to the last, and the first of them.
+
+        Slots between these that are free cost little. Where all rounds are to have the same shapes, a round begins at slot 0.
+        """
+        same_shapes = self._round.graphs.enabled or self._round.target.exact
+        first = 0 if same_shapes else min(running)
+        rows = slice(first, self._slots.num_rows(1 + max(running)))
+        state = self._slots.select(rows, list(running.values()), unread)
+        processors = ((slot - first, request.params.logits_processor) for slot, request in running.items())
+        return replace(state, processors=tuple(each for each in processors if each[1] is not None)), first
+
+    def _num_draft_tokens(self, running: dict[int, Request], state: BatchState, queued: bool) -> int:
+        """Tokens to draft in a round; `queued`: some requests are yet to run, so that free slots are wanted."""
+        remaining = [request.limit - request.length for request in running.values()]
+        room = max(remaining) - 1
+        if self._round.graphs.enabled:
+            room = max(room, self._lengths.num_draft_tokens)  # a shorter round would be another graph
+        return self._lengths.choose(list(running), room, self._ends_early(state), None if queued else remaining)
+
     def _ends_early(self, state: BatchState) -> bool:
-        """Whether the drafter stops by itself where drafting on would not pay, and what it drafts can be cut after it."""
+        """Whether the drafter stops by itself where drafting on would not pay, and `_trim` can cut what it drafts."""
         ends_early = getattr(self._round.drafter, "ends_early", None)
         return (
             ends_early is not None and state.all_greedy and not self._round.graphs.enabled and bool(ends_early(state))
         )
 
     def _trim(self, rows: list[int], first: int) -> Callable[[Proposal], Proposal]:
-        """What cuts proposals of rows from slot `first` on: nothing where looking at them means waiting, or where shapes are captured."""
+        """Cuts a proposal to what is worth verifying; nothing where a look at it means waiting, or graphs fix its shape.
+
+        Args:
+            rows: the slots that run.
+            first: the slot of the proposal's first row.
+        """
         if self._round.graphs.enabled or self._state.tokens.device.type != "cpu":
             return lambda proposal: proposal
         return lambda proposal: self._lengths.trim(proposal, rows, first)
