@@ -2,10 +2,11 @@
 
 With acceptance probabilities a_1, a_2, ... a round that verifies k drafts of each row emits 1 + a_1 + a_1 a_2 + ... tokens
 per row (Leviathan et al., arXiv 2211.17192, equation 1, without their assumption that all a_i are alike) and takes as long
-as a target call of width k + 1, plus drafting. `AdaptiveLength` chooses; what it expects of both, from the rounds so far, is in `estimates.py`.
+as a target call of width k + 1, plus drafting. `AdaptiveLength` chooses the k with most tokens per second. What it expects of
+tokens and of times, it learns from the rounds so far (`estimates.py`).
 
-Which k is chosen depends on earlier rounds only. `trim` also looks at the drafted tokens, which leaves the target's law alone
-only where they are not random: proposals without logits.
+k depends on earlier rounds only, so the target's law stays as it is. `trim`, which cuts a proposal after a look at its tokens,
+would change the law of drafts that were drawn: it cuts only those that were not, proposals without logits.
 """
 
 from collections import Counter
@@ -21,18 +22,25 @@ from .state import Proposal
 MAX_DRAFT_TOKENS = 15  # "auto" tries no more
 FEW_CHOICES = (0, 1, 2, 3, 5, 7, 11, 15)  # where each is a graph of its own
 _DRAFT_SLOPE = 0.1  # cost of a further draft as a share of the first, until measured: low, so that it is tried
-_SURE = 14  # bin of confidence from which a row whose drafts all stood is asked for twice as many
-_PLAIN_CALLS, _PLAIN_AGAIN = 3, 32  # with several rows: before there are drafts, and one in so many rounds with drafts
-_USUAL = 3  # drafts, for how many rounds a row will need
-# A token of a row that will have ended after half the time counts a quarter; with padding, where a draft of one row costs as
-# much as one of each, next to nothing. (The best of 0 to 8 in simulated rounds of 4 to 16 rows.)
+_SURE = (
+    14  # bin of confidence: if all drafts of a row stood and the last was in this bin or above, twice as many may come
+)
+# With several rows: plain rounds before the first drafts, and then one plain round in so many, to know what it costs.
+_PLAIN_CALLS, _PLAIN_AGAIN = 3, 32
+_USUAL = 3  # drafts in a round, from which it is guessed how many more rounds a row needs
+# Exponents: a token of a row that will have ended after half the time counts 1 / 2^2 = a quarter; with padding, where a draft
+# of one row costs as much as one of each, 1 / 2^8. (The best of 0 to 8 in simulated rounds of 4 to 16 rows.)
 _URGENCY, _URGENCY_PADDED = 2, 8
-_WORTHLESS = 0.01  # tokens: what no draft is verified for
+_WORTHLESS = 0.01  # a draft that promises fewer tokens than this is not verified
 _PROBE_AFTER = (2, 32)  # rounds without a draft until one is tried: at first, at most
 
 
 class FixedLength:
-    """Always the same number."""
+    """Always the same number of drafts; `AdaptiveLength` has another in each round, by the same methods.
+
+    Args:
+        num_draft_tokens: the number, >= 0.
+    """
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
@@ -40,11 +48,13 @@ class FixedLength:
     def choose(
         self, rows: Sequence[int], room: int, ends_early: bool = False, remaining: Sequence[int] | None = None
     ) -> int:
-        """Tokens to draft in a round of these slots, of which none has place for more than `room`.
+        """The number of tokens to draft in the next round.
 
         Args:
+            rows: the slots that run.
+            room: at most so many.
             ends_early: the drafter itself stops where drafting on would not pay.
-            remaining: tokens that each row may still get, if nobody waits for its slot.
+            remaining: tokens that each of `rows` may still get; None if requests wait for their slots.
         """
         return min(self.num_draft_tokens, room)
 
@@ -54,7 +64,7 @@ class FixedLength:
         return [self.num_draft_tokens]
 
     def trim(self, proposal: Proposal, rows: Sequence[int], first: int = 0) -> Proposal:
-        """The part of a proposal that is worth verifying, looking at it, which is free on a CPU only.
+        """The part of a proposal that is worth verifying. It looks at the proposal's values, which is free on a CPU only.
 
         Args:
             rows: the slots that run.
@@ -69,7 +79,15 @@ class FixedLength:
         """A new text has taken this slot."""
 
     def observe(self, row: int, tokens: Sequence[int], accepted: int, proposed: int, asked: int) -> None:
-        """A row's round: the tokens that it emitted; drafts accepted, verified, and asked for."""
+        """Learn from a row's part in a round.
+
+        Args:
+            row: its slot.
+            tokens: that it emitted.
+            accepted: of its drafts, as `Verdict.num_accepted` counts them.
+            proposed: drafts that were verified.
+            asked: drafts that the drafter was asked for, before it ended early or `trim` cut.
+        """
 
     def observe_times(
         self,
@@ -80,11 +98,15 @@ class FixedLength:
         other_seconds: float,
         usual: bool = True,
     ) -> None:
-        """A round's times: drafting `asked` tokens, and all else.
+        """Learn from a round's times, after `observe` for each of its rows.
 
         Args:
+            num_rows: that ran.
+            asked: tokens that the drafter was asked for.
             size: drafts that the target's call read: of all rows, or, where it reads padding as well, of the longest.
-            usual: False for one that set something up, which later ones need not: its times say nothing about those.
+            draft_seconds: that drafting took.
+            other_seconds: that all else took.
+            usual: False if the round set something up that later ones will find: its times say nothing about those.
         """
 
 
@@ -92,9 +114,11 @@ class AdaptiveLength(FixedLength):
     """`num_draft_tokens="auto"`.
 
     Args:
-        choices: the numbers to choose from, 0 among them, ascending.
-        column_cost: what a draft of each row adds to a target call, as a share of one without, until it is measured.
-        skips_padding: a call costs by the drafts of all rows, not by their longest, so each row has a number of its own.
+        choices: the numbers to choose from, 0 among them.
+        column_cost: by how much one more draft of each row lengthens a target call, as a share of a call without drafts; believed
+            until it is measured.
+        skips_padding: a target call costs by the drafts of all rows together, and not by those of the row that has most. Each
+            row then has a number of its own.
     """
 
     def __init__(
@@ -108,15 +132,17 @@ class AdaptiveLength(FixedLength):
         self._verify: dict[int, Costs] = {}  # by number of rows: seconds over drafts, of all rows or of the longest
         self._draft: dict[int, Costs] = {}  # seconds over drafts
         self._by_position, self._by_confidence = Experience(), Experience()
-        self._offered: dict[int, tuple[list[int], list[int]]] = {}  # by row: tokens and their bins, before trimming
-        self._most: dict[int, int] = {}  # by row: drafts that are verified, if it was decided before they were made
-        self._next: dict[int, int] = {}  # by row: at least so many, since all stood and the drafter was sure of them
-        self._without, self._patience = 0, _PROBE_AFTER[0]
-        self._drafted = 0  # rounds
-        self._weights: dict[int, float] = {}  # by row: what a token is worth
-        self._judged_by_confidence = False
+        self._offered: dict[int, tuple[list[int], list[int]]] = {}  # by row: drafts and their bins, before trimming
+        self._most: dict[int, int] = {}  # by row: drafts to verify, where `choose` has decided on a number for each row
+        self._next: dict[
+            int, int
+        ] = {}  # by row: drafts to ask for at least, since all stood and the drafter was sure of them
+        self._without, self._patience = 0, _PROBE_AFTER[0]  # rounds without drafts: so far, and until one is tried
+        self._drafted = 0  # rounds with drafts
+        self._weights: dict[int, float] = {}  # by row: what a token is worth, see `_weigh`
+        self._judged_by_confidence = False  # the drafter reports its confidence, by which `trim` cuts
         self._payoff = Payoff()  # of rounds with several rows
-        self._new: dict[int, int] = {}  # by row: tokens of this round
+        self._new: dict[int, int] = {}  # by row: number of tokens in this round
 
     @property
     def possible(self) -> list[int]:
@@ -129,17 +155,17 @@ class AdaptiveLength(FixedLength):
         most = min(self.num_draft_tokens, room)
         plain = self._verify[len(rows)].calls(0) if len(rows) in self._verify else 0
         if plain < (1 if len(rows) == 1 else _PLAIN_CALLS):
-            return 0  # what plain decoding costs has to be known; well, where drafting gains less
+            return 0  # what plain decoding costs has to be known; and known well with several rows, where drafting gains less
         if len(rows) > 1 and self._payoff.rests():
             return 0
         positions = range(min(most, NUM_BINS))
-        # What is not known yet is like the position before.
+        # A position that no draft has reached yet is expected to be like the one before.
         chances = [self._by_position.chances(row, positions, prior=0.6, carry=True) for row in rows]
         self._weigh(rows, chances, remaining)
         if self._judged_by_confidence and self._drafting_is_free(len(rows)):
             return most  # `trim` decides
-        # As many are asked for as there may be, and `trim` decides. With several rows a drafter goes on for the surest of
-        # them: by measure 5 to 8% slower at 4 and 16 rows than to be asked for as many as pay on average.
+        # One that ends early is asked for all that there may be. Not with several rows, where it would go on for the surest of
+        # them: that was measured to be 5 to 8% slower, at 4 and 16 rows, than to ask for as many as pay on average.
         early = ends_early and len(rows) == 1
         lengths = self._best(rows, chances, with_drafting=True, asked=most if early else None)
         best = longest = max(lengths)
@@ -227,20 +253,22 @@ class AdaptiveLength(FixedLength):
                 self._payoff.add(gain * self._verify[num_rows].at(0), draft_seconds + other_seconds)
 
     def _size_cost(self, num_rows: int) -> float:
-        """What one more adds to a target call, as a share of one without drafts, before any was seen."""
+        """What one more draft is believed to add to a target call, as a share of a call without drafts."""
         return self._column_cost / num_rows if self._skips_padding else self._column_cost
 
     @staticmethod
     def _costs(known: dict[int, Costs], num_rows: int, slope: float) -> Costs:
-        """Of so many rows. New ones expect that one more adds as large a share as with the nearest number of rows."""
+        """Those of so many rows. New ones take the slope of the nearest number of rows that is known."""
         if num_rows not in known:
             near = nearest(known, num_rows)
             known[num_rows] = Costs(slope if near is None else near.slope)
         return known[num_rows]
 
     def _weigh(self, rows: Sequence[int], chances: list[list[float]], remaining: Sequence[int] | None) -> None:
-        """Where nobody waits, the row that ends last decides how long it all takes: tokens of rows that will have ended
-        before are worth little, as there are fewer and fewer rows then that share a call."""
+        """Decide what a token of each row is worth: 1, and less where nobody waits for a slot and the row ends before others.
+
+        The row that ends last then decides how long it all takes, at the end in calls that it shares with nobody.
+        """
         self._weights = dict.fromkeys(rows, 1.0)
         if remaining is None or len(rows) == 1:
             return
@@ -251,11 +279,21 @@ class AdaptiveLength(FixedLength):
     def _best(
         self, rows: Sequence[int], chances: list[list[float]], *, with_drafting: bool, asked: int | None = None
     ) -> list[int]:
-        """Each row's number of drafts, with most expected tokens per second; asked: so many are made, if there are any."""
+        """Each row's number of drafts, with most expected tokens per second.
+
+        Drafts are put in order, those that promise most first (with padding whole columns, in their order), and as many of the
+        first ones are taken as give the highest rate.
+
+        Args:
+            chances: of each row and draft: that it stands if those before it do.
+            with_drafting: count the time of drafting, too.
+            asked: the drafter makes so many drafts, if any; None: as many as the row has that has most.
+        """
         verify = self._verify.get(len(rows)) or Costs(self._size_cost(len(rows)))
         draft = nearest(self._draft, len(rows)) if with_drafting else None
         weights = [self._weights.get(row, 1.0) for row in rows]
-        # That a draft and all before it stand, times a token's worth; its index among the rows, its column.
+        # For each draft: what it promises (the chance that it and all before it stand, times a token's worth), index of its row in
+        # `rows`, and its column, from 1.
         drafts = [
             (promise, index, column)
             for index, (weight, row_chances) in enumerate(zip(weights, chances, strict=True))
@@ -280,12 +318,13 @@ class AdaptiveLength(FixedLength):
         return [lengths[index] for index in range(len(rows))]
 
     def _drafting_is_free(self, num_rows: int) -> bool:
+        """Whether drafting all there may be takes less than a twentieth of a plain target call, as far as is known."""
         draft, verify = nearest(self._draft, num_rows), self._verify.get(num_rows)
         return not draft or not verify or draft.at(self.num_draft_tokens) < 0.05 * verify.at(0)
 
 
 def _cut(proposal: Proposal, most: Mapping[int, int], first: int) -> Proposal:
-    """Without the drafts of a slot that are more than this; `first` is that of the first row."""
+    """A proposal with at most so many drafts of each row, `most` by slot; none of other rows. `first`: slot of its first row."""
     lengths = torch.zeros(len(proposal.tokens), 1, dtype=torch.int64)
     lengths[[slot - first for slot in most], 0] = torch.tensor(list(most.values()))
     column = torch.arange(proposal.tokens.shape[1])

@@ -1,4 +1,4 @@
-"""The host's side: prompts in, rounds until every row has ended, text out."""
+"""`Engine`, what a user holds: prompts in, outputs out. The loop between is in `serving.py`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -24,7 +24,7 @@ from .scheduler import Request
 from .serving import Server
 from .state import BatchState
 
-_USUAL_LENGTHS = (256, 512, 1024)  # of texts, a bucket each
+_USUAL_LENGTHS = (256, 512, 1024)  # tokens of a text, which `warmup` prepares for unless told otherwise; a bucket each
 _Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or a chat
 
 
@@ -32,9 +32,11 @@ class Engine:
     """Continues prompts with a target model and a drafter; made by `engine.load`.
 
     Attributes:
+        config: as it was asked for.
         tokenizer: the target's, or None.
+        drafter: None for plain decoding.
         stats: of the engine's life.
-        max_length: prompt and new tokens together never get longer.
+        max_length: tokens of a prompt and its answer together, at most.
         exact: whether every target call has one shape.
     """
 
@@ -67,13 +69,16 @@ class Engine:
         )
         self._generating = False
         warn_of_not_applied(model)
-        if config.compile:  # with the hidden states that the drafter keeps
+        if config.compile:  # not before the drafter has asked for hidden states, which a compiled call gives as well
             compile_now(self._target)
 
     @property
     def target_model(self) -> PreTrainedModel:
-        """The live target. On a CPU its packed layers have a `weight`, but no parameters: `parameters()` lacks these, and
-        `state_dict()` unpacks them. Such a weight may be a copy: to change weights, load a live model, and change that."""
+        """The live target.
+
+        On a CPU its linear layers may be packed (`packing.py`). These have no parameters: `parameters()` lacks them, and
+        `state_dict()` unpacks them. Their `weight` may be a copy: to change weights, load a live model, and change that.
+        """
         return self._target.model
 
     def __reduce__(self) -> Any:
@@ -114,8 +119,9 @@ class Engine:
             EngineError: if a stream of this engine is still open, if its drafter has been attached to another engine since, or
                 proposes something that is no proposal.
 
-            Any other exception, KeyboardInterrupt included, carries the outputs so far in its attribute `outputs`, in the prompts'
-            order, None for those that had not ended.
+            What is raised while prompts are served, KeyboardInterrupt included, carries the outputs so far in its attribute
+            `outputs`, in the prompts' order, None for those that had not ended. Among it may be a ValueError for a
+            logits_processor that does not return logits [1, V], and whatever a processor raises itself.
         """
         check_bool("progress", progress)
         requests, single = self._requests.make(prompts, params)
@@ -146,7 +152,10 @@ class Engine:
         return self._pieces(requests[0])
 
     def check(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None) -> None:
-        """Raise the ValueError that `generate` would raise for these, and do no other work. A rank may do so by itself."""
+        """Raise the ValueError that `generate` would raise for these before its work, and do no work.
+
+        Under tensor parallelism, a single rank may call this, unlike all else.
+        """
         self._requests.check(prompts, params)
 
     def warmup(
@@ -158,8 +167,8 @@ class Engine:
     ) -> None:
         """Compile kernels and capture CUDA graphs now instead of at the first rounds of their kind.
 
-        All that is captured here is kept: with a drafter 3 graphs for each pair of a batch size and a length, and with
-        num_draft_tokens="auto" up to 15. A text goes through the buckets of all lengths up to its own.
+        All that is captured here is kept: for each pair of a batch size and a length 3 graphs with a drafter, up to 15 with
+        num_draft_tokens="auto". A text that grows goes through the buckets of all lengths up to its own.
 
         Args:
             batch_sizes: rows that will decode together; None: `max_batch_size`. For an `exact` engine, all are one.
@@ -199,7 +208,7 @@ class Engine:
     def _lengths(self) -> FixedLength:
         if isinstance(self.config.num_draft_tokens, int):
             return FixedLength(min(self.config.num_draft_tokens, self.max_length))
-        if self.exact:  # one width, of which drafts may take what they like
+        if self.exact:  # calls have EXACT_WIDTH columns whatever is drafted: drafts that fit cost nothing there
             return AdaptiveLength(range(EXACT_WIDTH), column_cost=0.0)
         if self._target.device.type == "cpu":
             return AdaptiveLength(skips_padding=self._target.skips_padding)
@@ -215,7 +224,11 @@ class Engine:
             self._generating = False
 
     def _make_ready(self) -> None:
-        """Put a live target in eval mode again, if need be; raise an EngineError where something else is in the way."""
+        """Undo what others or an interrupt have done to the target (training mode, left out layers).
+
+        Raises:
+            EngineError: if this engine is generating, or its drafter serves another one by now.
+        """
         if self._generating:
             raise EngineError("this engine is generating already: exhaust or close its open stream first")
         for part in self._attached:
@@ -242,7 +255,7 @@ class Engine:
 
 
 def _described(drafter: Any) -> list[tuple[str, Any]]:
-    """What ranks can compare of a drafter: the kind of each stage and the layers that it runs or reads, no folders."""
+    """What must be the same of a drafter on all ranks: the class of each stage, and the layers that it runs or reads."""
     described = []
     for stage in stages_of(drafter):
         layers = getattr(stage, "layers", None)
@@ -251,6 +264,7 @@ def _described(drafter: Any) -> list[tuple[str, Any]]:
 
 
 def _raise_errors(requests: Sequence[Request], outputs: list[Output | None]) -> None:
+    """Raise an InvalidLogitsError with these outputs if a request has failed."""
     errors = {request.index: request.error for request in requests if request.error is not None}
     if errors:
         others = f" (and for {len(errors) - 1} more)" if len(errors) > 1 else ""

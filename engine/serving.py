@@ -55,7 +55,7 @@ class Server:
         self._since = 0.0  # perf_counter() when the step under way began
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
-        """Yields (request, number of its new tokens) per row and round; a request that has ended has a finish_reason or an error."""
+        """Yields (request, its number of new tokens) per row and round; one that has ended has a finish_reason or an error."""
         scheduler = Scheduler(requests, self._config.max_batch_size)
         launched: Launched | None
         waiting: Launched | None = None  # a round that was started and is not read, if results are read late
