@@ -1,7 +1,8 @@
 """Attention over the ragged cache, as transformers' models call it (`transformers.AttentionInterface`).
 
-On a GPU it is the ragged kernel, which reads the static buffers where they lie, up to each row's own length: no mask, and no
-repeated or gathered K and V. On a CPU it is `scaled_dot_product_attention` over the part of the buffers that is in use.
+On a GPU it is the ragged kernel, which reads the static buffers where they lie, up to each row's own length. It needs no mask,
+and no K and V that are repeated for every query head or gathered from their slots. On a CPU it is
+`scaled_dot_product_attention` over the part of the buffers that is in use.
 """
 
 import threading
@@ -18,12 +19,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .backend import ragged_attention
 from .cache import CallPlan, RaggedCache
 
-PART = 128  # columns of a prefill that attend together
+PART = 128  # columns of a prefill that attend together, to the keys up to the last of them
 GROUPED, RAGGED = "speculative_engine_grouped", "speculative_engine_ragged"
 
 
 class _Calls(threading.local):
-    """The calls that are under way in this thread, the innermost last; the function that models call cannot be told more."""
+    """The caches of the calls that are under way in this thread, the innermost last.
+
+    A model gives its attention function no argument that would say which cache is meant.
+    """
 
     def __init__(self) -> None:
         self.caches: list[RaggedCache] = []
@@ -43,9 +47,9 @@ def _grouped(
 ) -> tuple[Tensor, None]:
     """`scaled_dot_product_attention` in which the heads of a group are further queries of their K/V head.
 
-    Repeating K and V for every query head instead, as transformers does for W > 1, copies the whole cache in every layer.
-    Of a long prefill, each part attends to the keys up to its own end only. Without padding, rows of one width attend
-    together where they are neighbours, so that their K and V need no copy.
+    transformers repeats K and V for every query head instead, where W > 1, which copies the whole cache in every layer. The
+    columns of a long prefill are cut in parts, each of which attends to the keys up to its own end only. In a call without
+    padding, neighbouring rows of one width attend together, as their K and V lie side by side and need no copy.
 
     Returns:
         [B, W, heads, D], without padding [1, N, heads, D], and no weights.
@@ -69,7 +73,7 @@ def _grouped(
     return torch.cat(outputs)[None], None
 
 
-_NO_MODULE = torch.nn.Module()  # attention with a mask asks nothing of it
+_NO_MODULE = torch.nn.Module()  # for `_grouped`, which with a mask of bools does not look at it
 
 
 def _scatter_and_attend(
@@ -99,15 +103,15 @@ torch.library.register_fake(_ATTEND, _shape_of_attention)
 
 @dataclass(frozen=True)
 class _Part:
-    """Some columns of a call."""
+    """Some columns of a call, which attend together."""
 
     columns: slice
-    num_keys: int  # that they can see
+    num_keys: int  # the first so many keys hold all that these columns can see
     mask: Tensor  # [B, 1, group * columns, num_keys], 0 or -inf: what `scaled_dot_product_attention` makes of bools each time
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[_Part], scaling: float | None) -> Tensor:
-    """[B, W, heads, D] for query [B, heads, W, D]."""
+    """Attend part by part: [B, W, heads, D] for query [B, heads, W, D], and key and value [B, K/V heads, L, D]."""
     batch, heads, _, head_dim = query.shape
     outputs = []
     for part in parts:
@@ -123,7 +127,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[_Part], s
 
 
 def _parts(plan: CallPlan, rows: slice, width: int, mask: Tensor, group: int, dtype: torch.dtype) -> list[_Part]:
-    """The first columns of some rows of a call; a prefill's in parts, of which the first need not see all keys."""
+    """How the first `width` columns of some rows attend; worked out in the first layer of a call, and kept for the others.
+
+    Args:
+        rows: of the call, not slots.
+        mask: [n, 1, W, L] bool, of all rows of the call.
+        group: query heads for each K/V head.
+        dtype: of the query.
+    """
     key = id(mask), rows.start, group, dtype
     if key not in plan.prepared:
         num_keys = mask.shape[-1]
@@ -153,10 +164,13 @@ def _ragged(
     s_aux: Tensor | None = None,  # [heads], attention sinks
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The ragged kernel. Returns [B, W, heads, D], and no weights.
+    """The ragged kernel.
+
+    Returns:
+        [B, W, heads, D], and no weights.
 
     Raises:
-        ValueError: for a mask: the model has made it itself, as it is given none.
+        ValueError: for a mask, which the model must have made itself, as it is given none.
     """
     if attention_mask is not None:
         raise ValueError("its attention makes a mask of its own, which the ragged kernel does without")
@@ -178,9 +192,13 @@ class AttentionSwitch:
     Models that do not look their attention function up (`_supports_attention_backend`), and those that use another than
     "sdpa" or "eager", keep their own.
 
+    Args:
+        cache: that the model is called with.
+        ragged: use the ragged kernel, if the model can be made to.
+
     Attributes:
-        ragged: the ragged kernel is used: calls need no mask, and `RaggedCache.update` has to return whole buffers.
-        unpadded: calls may leave out a batch's padding, and be for the N tokens of all rows in one.
+        ragged: the ragged kernel is used: calls need no mask, and `RaggedLayer.update` has to return whole buffers.
+        unpadded: calls may leave out a batch's padding, and put the N valid tokens of all rows into one row [1, N].
     """
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache, ragged: bool) -> None:

@@ -29,12 +29,14 @@ class CallPlan:
     start: Tensor  # [n] int64, position of column 0
     num_valid: Tensor  # [n] int64, columns of each row that are no padding
     write_at: Tensor  # [n, W] int64 positions; the trash slot where a column is padding
-    # If the model is called for the N columns alone that are no padding, in one row: which rows they belong to. Slots and
-    # write_at are [N, 1] then.
+    # In a call without padding, the model gets the N valid columns of all rows side by side, as one row [1, N]. This says
+    # which belong to which row; `slots` and `write_at` are [N, 1] then. None in any other call.
     runs: "list[Run] | None"
-    span: slice | None  # of a single row on a CPU: the positions of its valid columns, for a plain copy
+    span: slice | None  # of a single row on a CPU, whose K/V a plain copy writes: the positions of its valid columns
     kv_length: int  # keys and values [0, kv_length) are handed to attention
-    masks: list[Tensor] = field(default_factory=list)  # of a compiled call, [n, 1, W, kv_length] bool each
+    masks: list[Tensor] = field(
+        default_factory=list
+    )  # [n, 1, W, kv_length] bool each, by number; in a compiled call only
     prepared: dict[Hashable, Any] = field(default_factory=dict)  # what attention works out in the first layer, for all
 
     @property
@@ -43,7 +45,11 @@ class CallPlan:
         return None if isinstance(self.rows, slice) and self.rows.start == 0 else self.slots[:, 0]
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
-        """Put the columns of a call [n, ..., W, D] where they belong in a buffer [slots, ..., capacity + 1, D]."""
+        """Put the columns of a call into a buffer [slots, ..., capacity + 1, D].
+
+        Args:
+            new: [n, ..., W, D]; of a call without padding [1, ..., N, D].
+        """
         if self.runs is not None:
             new = new.transpose(0, -2)  # N rows of one column
         if self.span is not None:
@@ -56,7 +62,7 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring rows of a call without padding that have equally many columns."""
+    """Neighbouring rows that have equally many columns, in a call without padding (see `CallPlan.runs`)."""
 
     rows: slice  # of the call
     tokens: slice  # of the N
@@ -64,7 +70,7 @@ class Run:
 
 
 def _runs(num_valid: list[int]) -> list[Run]:
-    """Of all rows that have a column at all."""
+    """The runs of a call whose rows have so many valid columns each; rows without any are in none."""
     runs, row, token = [], 0, 0
     for width, equal in groupby(num_valid):
         rows = slice(row, row + len(list(equal)))
@@ -85,7 +91,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def __init__(self, owner: "RaggedCache") -> None:
         super().__init__()
-        # It holds this. Garbage in a cycle, of gigabytes here, stays until it is looked for.
+        # A proxy, as the owner holds this: in a cycle, gigabytes would stay until the garbage collector looks for them.
         self._owner: RaggedCache = weakref.proxy(owner)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -99,10 +105,10 @@ class RaggedLayer(CacheLayerMixin):
         return states.new_zeros(self._owner.num_slots, heads, capacity + 1, head_dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Scatter new K/V [n, heads, W, head_dim] and return those that attention reads, [n, heads, kv_length, head_dim].
+        """Write new K/V [n, heads, W, head_dim], and return those that attention reads, [n, heads, kv_length, head_dim].
 
-        Where attention reads the buffers itself (`whole_buffers`), they are returned as they are. While a model is compiled
-        nothing is scattered, and the new ones are returned: attention does all this when the graph runs.
+        Where attention reads the buffers itself (`whole_buffers`), these are returned. While a model is being compiled
+        nothing is written, and the new K/V is returned: attention calls this again when the graph runs.
         """
         if torch.compiler.is_compiling():
             return key_states, value_states
@@ -142,15 +148,22 @@ class RaggedCache(Cache):
     Args:
         num_layers: layers of the model.
         num_slots: rows.
-        granularity: lengths handed to attention are multiples of this.
+        granularity: the capacity and the lengths that attention reads are multiples of this, in tokens.
+
+    Attributes:
+        capacity: tokens that a row has room for.
+        plan: of the call that is under way.
+        whole_buffers: attention reads the buffers itself, up to each row's own length.
+        ragged_layers: the buffers, made when the first K/V comes.
     """
 
     def __init__(self, num_layers: int, num_slots: int, granularity: int) -> None:
         self.num_slots, self.granularity, self.capacity = num_slots, granularity, 0
         self.plan: CallPlan  # set by plan_call
-        self.whole_buffers = False  # attention reads the buffers itself
-        # Of each slot: no call has reached further since it was taken.
-        self._reached = np.zeros(num_slots, dtype=np.int64)
+        self.whole_buffers = False
+        self._reached = np.zeros(
+            num_slots, dtype=np.int64
+        )  # by slot: the largest kv_length of a call since it was taken
         self.ragged_layers = [RaggedLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.ragged_layers))
 
@@ -179,7 +192,7 @@ class RaggedCache(Cache):
         kv_length: int,
         taken: Tensor | None = None,  # [N] int64, where `valid` [n * W] is True, if the model is called without padding
     ) -> None:
-        """Prepare a model call."""
+        """Prepare a model call: from now until the next one, layers read and write as this `plan` says."""
         slots = torch.arange(rows.start, rows.stop, device=valid.device) if isinstance(rows, slice) else rows
         write_at = positions.where(valid, self.capacity)
         kv_length = min(self.round_up(kv_length), self.capacity)
@@ -197,7 +210,7 @@ class RaggedCache(Cache):
 
     @torch.inference_mode()
     def clear(self, slot: int, begin: Tensor) -> None:
-        """Forget a row's K/V from a position [] int64 on. Needed only after NaN, which survives a mask: 0 * NaN is NaN."""
+        """Set a slot's K/V to 0 from a position [] int64 on. Needed only after NaN, which survives a mask: 0 * NaN is NaN."""
         for layer in self.ragged_layers:
             if layer.is_initialized:
                 stale = (torch.arange(layer.keys.shape[2], device=begin.device) >= begin)[:, None]
@@ -206,7 +219,10 @@ class RaggedCache(Cache):
 
     @torch.inference_mode()
     def begin_rows(self, rows: slice | Tensor) -> None:
-        """New rows take these slots, in which the last ones may have left NaN (see `clear`), if attention goes by a mask."""
+        """Set the K/V of slots to 0 that new rows take: the last ones may have left NaN, see `clear`.
+
+        Not where attention reads each row's own length alone (`whole_buffers`).
+        """
         layers = [layer for layer in self.ragged_layers if layer.is_initialized and not self.whole_buffers]
         if not layers:
             return
@@ -220,7 +236,7 @@ class RaggedCache(Cache):
 
 
 def _on_host(rows: slice | Tensor, device: torch.device) -> slice | npt.NDArray[np.int64] | None:
-    """An index of slots for numpy; None where they are on an accelerator, whose replayed calls nobody here sees."""
+    """Slots as an index for numpy; None on an accelerator, where replayed calls would go unnoticed by `_reached`."""
     if device.type != "cpu":
         return None
     return rows if isinstance(rows, slice) else rows.numpy()

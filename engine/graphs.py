@@ -1,8 +1,8 @@
 """Capture of device work in CUDA graphs, and its replay: one graph for each bucket of shapes.
 
-A round launches hundreds of kernels, each of which takes the host longer to launch than a small batch takes the device to
-compute. A graph launches them all at once. What is captured must not depend on values that change: tensors are read where
-they lie, Python numbers are part of the key.
+A round launches hundreds of kernels, and with a small batch the device computes each in less time than the host needs to
+launch it. A graph launches them all at once. A replay reads and writes the same memory, and repeats what the Python code has
+decided while it was captured: so tensors must stay where they lie, and Python numbers that matter are part of the key.
 """
 
 import logging
@@ -21,7 +21,7 @@ from .errors import EngineError
 
 logger = logging.getLogger(__name__)
 _all: "WeakSet[Graphs]" = WeakSet()
-_FEWEST = 2  # graphs that there must be memory for: of the halves of a round
+_FEWEST = 2  # graphs that there must be memory for: the two halves of a round
 _one_at_a_time = threading.Lock()  # of all threads' captures, which share a stream and the kernels' counters
 _failed: list[Any] = []  # CUDA graphs; torch's allocators go on asking them which memory is theirs, so they must live
 
@@ -53,8 +53,8 @@ class CudaCapture:
     """A CUDA graph. The device that it is for is the current one.
 
     Args:
-        pool: memory that several graphs share, from `torch.cuda.graph_pool_handle`. What one graph leaves behind while it
-            runs may be overwritten by another; its results may not, for they are held.
+        pool: memory that several graphs share, from `torch.cuda.graph_pool_handle`. What a graph computes on the way may be
+            overwritten by another; its results are not, as they are held.
         stream: to capture on; one for all graphs of a pool. (torch's own would be that of the first device ever used.)
     """
 
@@ -98,12 +98,13 @@ class Graphs:
 
     Args:
         make_capture: makes a `Capture` in a pool of memory; None: everything is done eagerly.
-        max_graphs: where there are more, the least recently used one is forgotten, which bounds memory. `keeping_all` raises it.
+        max_graphs: more are not kept, which bounds memory: the least recently used one is forgotten. `keeping_all` raises it.
             An exact engine with "auto" has 15 for each bucket of lengths, of which a long text goes through five.
         make_pool: makes a pool.
 
     Attributes:
-        set_up: calls of `run` that did more than replay, where there are captures: what they took, no later one takes.
+        set_up: number of calls of `run` so far that did not only replay, where graphs are captured at all. Such calls take
+            longer than later ones will.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Graphs:
         self._seen: set[Hashable] = set()
         self._captured: dict[Hashable, tuple[Capture, Any]] = {}  # the most recently used one last
         self._pool: Any = None
-        self._full = self._short = False  # more were wanted, memory ran out: has been, and is said once
+        self._told_full = self._told_short = False  # warnings that are given once: more than max_graphs; no memory
         self.set_up = 0
         _all.add(self)
 
@@ -146,7 +147,7 @@ class Graphs:
 
     @contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """What is captured meanwhile is wanted together: none is forgotten, and from then on as many may stay."""
+        """While this is entered, no graph is forgotten for another, and as many as there are at its end may stay from then on."""
         bound, self._max = self._max, sys.maxsize
         try:
             yield
@@ -155,7 +156,15 @@ class Graphs:
                 self._max = max(bound, len(self._captured))
 
     def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        """The result of `work`; its tensors are overwritten the next time that this key is run."""
+        """Do the work: eagerly, captured or replayed, see the class.
+
+        Args:
+            key: the same for calls that are the same work on the same memory.
+            work: a function of tensors that it reads where they lie.
+
+        Returns:
+            What `work` returns. From the second call with a key on, its tensors are overwritten by the next one.
+        """
         if key in self._captured:
             self._captured[key] = capture, result = self._captured.pop(key)
             capture.replay()
@@ -178,7 +187,11 @@ class Graphs:
         return result
 
     def _capture(self, work: Callable[[], Any]) -> tuple[Capture, Any] | None:
-        """The capture and its result; None if it failed, which has been dealt with."""
+        """The capture and its result; None if it failed, after which there are fewer graphs, or none any more.
+
+        Raises:
+            EngineError: if the work itself raises one.
+        """
         assert self._make is not None
         try:
             capture = self._make(self._pool)
@@ -199,8 +212,8 @@ class Graphs:
     def _make_room(self) -> None:
         """Memory has run out: from now on, half as many graphs as there were may stay."""
         self._max = max(len(self._captured) // 2, _FEWEST)
-        if not self._short:
-            self._short = True
+        if not self._told_short:
+            self._told_short = True
             logger.warning("no memory for more than %d CUDA graphs: those not used longest are forgotten", self._max)
         self.clear()
         with suppress(RuntimeError):  # where the capture could not be ended
@@ -209,18 +222,18 @@ class Graphs:
     def _forget_one(self) -> None:
         """The least recently used graph. Its key stays known, so that it is captured anew when it is next seen."""
         del self._captured[next(iter(self._captured))]
-        if not self._full:
-            self._full = True
+        if not self._told_full:
+            self._told_full = True
             logger.warning("more than %d CUDA graphs are wanted: those not used for longest are forgotten", self._max)
 
     def clear(self) -> None:
-        """Forget all graphs: a buffer that they use has moved."""
+        """Forget all graphs, as a buffer that they use moves."""
         self._captured.clear()
         self._seen.clear()
 
 
 def bucket(size: int, smallest: int) -> int:
-    """The next power of two times `smallest`."""
+    """The smallest of `smallest`, 2 * `smallest`, 4 * `smallest`, ... that is not below `size`."""
     while smallest < size:
         smallest *= 2
     return smallest

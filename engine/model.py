@@ -30,8 +30,9 @@ from .transfers import to_device
 
 logger = logging.getLogger(__name__)
 
-# Attention over keys that are masked out must not change a bit. On CPU, scaled_dot_product_attention works through the
-# keys in blocks of 512: whole blocks of masked keys are neutral, a shorter last block is not.
+# Lengths of K/V that attention reads are multiples of this, in tokens. In exact calls, keys that are masked out must not change
+# a bit: on a CPU, scaled_dot_product_attention works through the keys in blocks of 512, of which whole masked blocks are
+# neutral, while a shorter last block is not.
 EXACT_KV_GRANULARITY = 512
 KV_GRANULARITY = 64
 EXACT_WIDTH = 8  # columns of every exact decode call; more drafts take several calls
@@ -39,7 +40,7 @@ PREFILL_WIDTH = 512  # at most, of a call that reads prompts
 
 
 def uses_ragged_kernel(model: PreTrainedModel) -> bool:
-    """Whether attention and the scatter of K/V are ours, in place of a mask; the kernels pay on a GPU."""
+    """Whether our kernels write K/V and attend to it, in place of indexing and a mask: on a GPU, where they pay."""
     if model.device.type != "cuda" or model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     name = model.config.get_text_config().model_type
@@ -50,8 +51,11 @@ def uses_ragged_kernel(model: PreTrainedModel) -> bool:
 
 
 def needs_no_padding(model: PreTrainedModel) -> bool:
-    """Whether calls of several rows are made for their tokens alone, in one row: where arithmetic takes the time, and nothing
-    but attention looks across tokens. A GPU hardly feels the padding, and captures calls of few shapes."""
+    """Whether the valid tokens of several rows may be put side by side into one row, which leaves out the padding.
+
+    That pays on a CPU, where arithmetic takes the time, and takes an architecture in which nothing but attention looks across
+    tokens. A GPU hardly feels the padding, and captures calls of few shapes.
+    """
     return model.device.type == "cpu" and model.config.get_text_config().model_type in TESTED
 
 
@@ -61,12 +65,19 @@ class RaggedModel:
     Args:
         model: in eval mode from here on.
         num_slots: rows of the cache.
-        exact: every decode call has the shape [num_slots, EXACT_WIDTH], and attention sees whole blocks of keys, so that logits
-            do not depend, bit for bit, on how a text was cut. A prompt is to be read by itself, in the same parts each time.
+        exact: every decode call has the shape [num_slots, EXACT_WIDTH], and attention sees whole blocks of keys. Logits then do
+            not depend, bit for bit, on how many tokens were decoded at a time. Whoever calls `prefill` has to give it one
+            prompt at a time, cut in the same way each time.
         role: "target" or "drafter", for messages.
         compile: `decode` runs compiled; compiled.py says what that is.
 
     Attributes:
+        windows: of attention by layer type, see `support.windows`.
+        vocab_size: ids that there are logits for.
+        known_ids: if set, ids from here on, which the model does not have, are read as token 0.
+        context_length: positions that the model was made for.
+        cache: K/V of the slots.
+        capturable: calls can be captured in CUDA graphs, as far as is known.
         skips_padding: calls of several rows cost by their tokens, not by their longest row.
         compiled: how to call the model compiled, or None.
 
@@ -84,21 +95,21 @@ class RaggedModel:
         self.device, self.dtype = model.device, model.dtype
         self.config = model.config.get_text_config()
         reason = why_eager(model)
-        self.capturable = reason is None  # in CUDA graphs, as far as is known
+        self.capturable = reason is None
         if reason is not None and self.device.type == "cuda":
             logger.warning("the %s runs without CUDA graphs: %s", role, reason)
         self.vocab_size = vocab_size(model)
-        # If set: ids from here on, which the model does not have, are read as token 0.
         self.known_ids: int | None = None
         self.context_length = context_length(self.config)
         granularity = EXACT_KV_GRANULARITY if exact else KV_GRANULARITY
         self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
         self._attention = AttentionSwitch(model, self.cache, ragged=uses_ragged_kernel(model))
         self.cache.whole_buffers = self._attention.ragged
-        self.skips_padding = not exact and self._attention.unpadded and needs_no_padding(model)
+        unpadded = self._attention.unpadded and needs_no_padding(model)
+        self.skips_padding = not exact and unpadded
         self._hidden: list[HiddenStates] = []
-        self._last_layer: nn.Module | None = None  # where what it gives is wanted
-        if compile and not (self._attention.unpadded and needs_no_padding(model)):
+        self._last_layer: nn.Module | None = None  # if hidden states before the last norm are kept
+        if compile and not unpadded:
             raise UnsupportedModelError(
                 f"compile=True needs a CPU and one of the tested architectures with attention 'sdpa', looked up by transformers; "
                 f"got {self.config.model_type!r} on {self.device.type!r} with {model.config._attn_implementation!r}"
@@ -110,9 +121,12 @@ class RaggedModel:
     def keep_hidden_states(self, layers: Sequence[int]) -> HiddenStates:
         """From now on, keep the hidden states of these layers for every token that is read.
 
+        Args:
+            layers: in the counting of `HiddenStates`, 0 to L + 1.
+
         Raises:
             ValueError: if the model has no such layers.
-            UnsupportedModelError: if they cannot be had of such a model.
+            UnsupportedModelError: for L + 1, if the model is compiled, or its layers are not found.
         """
         count = self.config.num_hidden_layers
         if not layers or min(layers) < 0 or max(layers) > count + 1:
@@ -136,7 +150,7 @@ class RaggedModel:
         rows: slice | Tensor,  # their slots; the first ones, where calls are exact
         kv_length: int,  # no key at or beyond this position is needed
     ) -> Tensor:
-        """Logits [n, W, V]. K/V of the valid columns is written at start, start + 1, ..."""
+        """Logits [n, W, V], without meaning in padding columns. K/V of the valid columns is written at start, start + 1, ..."""
         width = tokens.shape[1]
         if not self.exact:
             return self.call(tokens, start, num_valid, rows, kv_length, compiled=self.compiled)
@@ -166,13 +180,13 @@ class RaggedModel:
         rows: slice | Tensor,
         inputs: Callable[[Tensor], dict[str, Any]] = lambda positions: {},
     ) -> None:
-        """Write K/V of a part of each row.
+        """Write K/V of a part of each row, in calls of at most PREFILL_WIDTH columns.
 
         Args:
-            tokens: [n, >= the largest end] int64.
+            tokens: [n, T] int64, the rows' texts from their beginning on, T being at least the largest end.
             spans: for each row, the first token to read and the one to stop before. Those before have been read.
             rows: the n slots.
-            inputs: further arguments of the model's `forward` for tokens at these positions, [n, W] int64.
+            inputs: gives further arguments of the model's `forward` for tokens at these positions, [n, W] int64.
         """
         longest = max(end - begin for begin, end in spans)
         width = max(min(PREFILL_WIDTH, longest), 1)
@@ -197,14 +211,17 @@ class RaggedModel:
         compiled: CompiledForward | None = None,
         **inputs: Tensor,
     ) -> Tensor:
-        """One call of the model, of the shape of its arguments: as `decode`, which makes exact ones of it.
+        """One call of the model, with as many rows and columns as are given; for the other arguments see `decode`.
 
         Args:
-            with_head: False for what the head would read, [n, W, H].
-            keep_hidden: False leaves kept hidden states alone, for a call that only drafts.
-            compiled: what is run in place of the model. Rows are then always put into one, as it has graphs for one token and
-                for several.
-            inputs: further arguments of the model's `forward`.
+            with_head: False: return what the head would read.
+            keep_hidden: False: write no hidden states, in a call that only drafts.
+            compiled: what is run in place of the model. The tokens of all rows are then always put into one row, as there are
+                two graphs, for one token and for several.
+            inputs: further arguments of the model's `forward`, [n, W, ...] each.
+
+        Returns:
+            Logits [n, W, V], or [n, W, H] without the head.
         """
         column = torch.arange(tokens.shape[1], device=self.device)
         positions = start[:, None] + column
@@ -269,10 +286,11 @@ class RaggedModel:
             )
 
     def _masks(self, position_ids: Tensor, by_number: bool) -> Tensor | dict[str, Tensor]:
-        """Key j is visible to the query at position i if j <= i, and inside the layer's window if it has one.
+        """What the model takes as masks: the query at position i sees key j if j <= i and, with a window, i - j < window.
 
         Args:
-            by_number: leave the masks with the cache's plan, and return which is which.
+            position_ids: [n, W] int64.
+            by_number: for a compiled model: leave the masks with the cache's plan, and return their numbers there.
         """
         key = torch.arange(self.cache.plan.kv_length, device=self.device)
         query = position_ids[:, None, :, None]
