@@ -14,9 +14,15 @@ LARGEST_BATCH = 2**16 - 1  # of the kernels' grids
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None, limit: int = LARGEST_INT) -> int:
-    """`value` as an int; ValueError unless it is an integer of any type (not a bool) in [minimum, maximum].
+    """`value` as an int.
 
-    Without a maximum, it must not exceed `limit`, which is far beyond what makes sense: only its own message names it.
+    Args:
+        name: of the option, for messages.
+        maximum: None: there is none that users need to know of.
+        limit: what the number must not exceed for technical reasons. Only the message about that names it.
+
+    Raises:
+        ValueError: unless it is an integer of any type (not a bool) in [minimum, maximum] that does not exceed the limit.
     """
     rule = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -101,12 +107,12 @@ class SamplingParams:
             multiplied by it, as in `transformers` (Keskar et al., arXiv 1909.05858); in [0.01, 100]; 1: off. None: what the
             target's generation config says, else 1. Under every verification rule the text keeps the law of these logits.
         logprobs: report, for each new token, the log of the probability that the target gave it.
-        logits_processor: a `LogitsProcessor` or `LogitsProcessorList` of `transformers`, or any function like one: of input_ids
-            [1, T] int64, the text so far, and scores [1, V] float32, the logits with the repetition penalty, to scores [1, V], from
-            which temperature and filters go on; both on the target's device. It must be a function of these two alone, as it is
-            asked about each position that a draft may decide, also of drafts that do not stand, though never behind a token that it
-            has ruled out by -inf. The text keeps the law of what it returns. It is called on the host, row by row; drafters do not
-            know of it.
+        logits_processor: a `LogitsProcessor` or `LogitsProcessorList` of `transformers`, or any function like one. It gets
+            input_ids [1, T] int64, the text so far, and scores [1, V] float32 (float64 of a target in float64), the logits after the
+            repetition penalty, both on the target's device. It returns scores [1, V], to which temperature and filters are applied.
+            It must be a function of these two arguments alone, as it is asked about every position that a draft may decide, also
+            behind drafts that do not stand in the end (but never behind a token to which it gave -inf). The text keeps the law of
+            what it returns. It is called on the host, row by row; drafters do not know of it.
 
     Raises:
         ValueError: naming the field, the value and the rule.

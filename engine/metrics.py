@@ -112,8 +112,11 @@ class RoundClock:
 
 
 def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
-    """Tokens per round, (1 - a^(K+1)) / (1 - a), if every draft is accepted with one probability whatever came before (Leviathan et
-    al., arXiv 2211.17192, equation 1).
+    """Expected tokens per round, (1 - a^(K+1)) / (1 - a) (Leviathan et al., arXiv 2211.17192, equation 1).
+
+    Args:
+        acceptance: a, with which each draft is accepted, whatever came before.
+        num_draft_tokens: K.
 
     Raises:
         ValueError: for an acceptance outside [0, 1] or K < 0.
@@ -126,8 +129,14 @@ def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
 
 
 def expected_speedup(acceptance: float, num_draft_tokens: int, cost_ratio: float) -> float:
-    """Over plain decoding (theorem 3.8 there), where drafting a token costs `cost_ratio` target calls and a target call costs
-    the same for one token and for K+1."""
+    """Expected speedup over plain decoding (theorem 3.8 there), if a target call takes as long for one token as for K+1.
+
+    Args:
+        cost_ratio: the time to draft one token, as a share of a target call.
+
+    Raises:
+        ValueError: for a cost_ratio < 0, and as `expected_tokens`.
+    """
     if cost_ratio < 0:
         raise ValueError(f"cost_ratio must be >= 0, got {cost_ratio}")
     return expected_tokens(acceptance, num_draft_tokens) / (num_draft_tokens * cost_ratio + 1)

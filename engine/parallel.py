@@ -45,7 +45,7 @@ def world_size() -> int:
 
 
 def check_divisible(config: PretrainedConfig, size: int, role: str) -> None:
-    """Whether `size` ranks can share a model, as far as its config tells.
+    """Check that `size` ranks can share a model, as far as its config tells.
 
     Raises:
         UnsupportedModelError: if transformers has no plan for the architecture.

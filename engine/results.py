@@ -1,4 +1,4 @@
-"""What a round came to: its packed result, read on the host and given to the requests whose rows it advanced."""
+"""The end of a round on the host: its packed result is read, and its tokens go to the requests."""
 
 import logging
 import time
@@ -24,28 +24,28 @@ _FATAL, _INVALID_DRAFT = int(FATAL_STATUS), int(Status.INVALID_DRAFT)  # IntFlag
 class Launched:
     """A round that is under way."""
 
-    packed: Tensor  # on the host, complete when `arrived` has passed
+    packed: Tensor  # see `verify_and_commit`; on the host, complete when `arrived` has passed
     with_logprobs: bool
-    arrived: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None  # None: it is complete
     requests: dict[int, Request]  # by slot
     first: int  # the slot of its first row
-    asked: int  # drafts
-    without_drafts: frozenset[int]  # slots for which they did not count
-    begin: float
+    asked: int  # drafts that the drafter was asked for
+    without_drafts: frozenset[int]  # slots whose drafts did not count
+    begin: float  # perf_counter() at its start
     late: bool  # the next one begins before this one is read
-    usual: bool  # took no longer for having set something up, or captured it
-    spans: Callable[[], list[float]]  # draft and verify seconds, once the result has arrived
+    usual: bool  # False: it set something up, or captured it, and took longer for it
+    spans: Callable[[], list[float]]  # seconds of drafting and of verification, once the result has arrived
 
 
 class Results:
     """Reads rounds.
 
     Args:
-        round_: that ran them.
-        state: a slot for each row.
-        eos_token_ids: that end a text.
-        stats: of the engine's life.
-        ranks: those that share the target.
+        round_: runs them.
+        state: of all slots.
+        eos_token_ids: tokens that end a text.
+        stats: of the engine's life; added to.
+        ranks: the processes that share the target.
     """
 
     def __init__(
@@ -56,7 +56,14 @@ class Results:
         self._warned = False  # of draft logits that are no distribution
 
     def read(self, launched: Launched, lengths: FixedLength) -> list[tuple[Request, int]]:
-        """Give a round's tokens to its requests; each with how many are new. `lengths` learns from the round."""
+        """Give a round's tokens to its requests. `lengths` learns from the round.
+
+        Returns:
+            The requests that had not ended before, each with its number of new tokens.
+
+        Raises:
+            EngineError: under tensor parallelism, if the ranks have come to different tokens.
+        """
         if launched.arrived is not None:
             launched.arrived.synchronize()
         results = unpack(launched.packed, launched.with_logprobs)
@@ -91,8 +98,9 @@ class Results:
                     f"prompts[{request.index}] at position {request.length}"
                 )
                 return 0
-            # Attention weighs the drafts behind a token with 0, but 0 * NaN is NaN: what a draft gives may have spoilt it, also one
-            # of an earlier round, or one that was not verified.
+            # Drafts may be to blame, and not the text: attention weighs the K/V of those behind a token, and of earlier ones that
+            # were rejected or not even verified, with 0, but 0 * NaN is NaN. So the row goes on without drafts, and fails only
+            # if its logits are no distribution then either.
             cache.clear(slot, self._state.seq_lens[slot])
             self._state.without_drafts[slot] = request.without_drafts = True
             new_tokens = tokens[:accepted]

@@ -10,7 +10,7 @@ from .detokenize import TextStream
 from .metrics import Stats
 from .model import PREFILL_WIDTH
 
-PREFILL_TOKENS = 2048  # per step, with padding if there is any: running rows wait for no more than this
+PREFILL_TOKENS = 2048  # read per step, padding included: running rows wait for no more than about this
 
 
 @dataclass
@@ -88,8 +88,15 @@ class Scheduler:
 
 
 def prefill_chunk(requests: list[Request], skips_padding: bool) -> tuple[list[Request], int]:
-    """Which of these requests to read next, and how many tokens of each at most: wide calls, of which at most a quarter is
-    padding, if there is any."""
+    """Which requests to read next, and how many tokens of each at most, for calls that are wide and have little padding.
+
+    Args:
+        requests: whose prompts are not read yet, at least one.
+        skips_padding: of the model, see `RaggedModel`. If it does not, at most a quarter of a call is padding.
+
+    Returns:
+        Requests and a width in tokens, of which a request takes what it lacks; width 0 for requests that lack nothing.
+    """
     done = [request for request in requests if request.prefilled == request.to_prefill]
     if done:
         return done, 0

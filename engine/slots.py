@@ -16,8 +16,9 @@ class Slots:
     """Puts requests into slots, and cuts the state of rows for rounds.
 
     Args:
-        round_: whose target and drafter keep K/V of these slots.
-        state: a slot for each row.
+        round_: its target and drafter keep K/V of these slots.
+        state: of all slots.
+        config: the engine's.
 
     Attributes:
         unclean: slots in whose K/V drafts, or a text that was broken off, may have left NaN.
@@ -72,22 +73,30 @@ class Slots:
         self._reserved = cache.capacity
 
     def num_rows(self, num_rows: int) -> int:
-        """Rows of a round that has so many at least: few different numbers where each is a graph, and one for exact calls, whose
-        target reads all rows anyway."""
+        """How many rows a round is run on that needs at least so many.
+
+        With CUDA graphs few different numbers, as each is a graph; always the same for exact calls, which read all rows anyway.
+        """
         if not self._round.graphs.enabled:
             return num_rows
         most = self._config.max_batch_size
         return most if self._round.target.exact else min(bucket(num_rows, 1), most)
 
     def rows(self, requests: Sequence[Request]) -> slice | Tensor:
-        """Their slots; a slice, which needs no copy, where they lie side by side."""
+        """The slots of requests, which come by ascending slot: a slice, which needs no copy, where they lie side by side."""
         first, last = requests[0].slot, requests[-1].slot
         if last - first + 1 == len(requests):
             return slice(first, last + 1)
         return to_device([request.slot for request in requests], self._device)
 
     def select(self, rows: slice | Tensor, requests: Sequence[Request], unread: int = 0) -> BatchState:
-        """These rows of the state; `unread` tokens may have been added to each that the host does not know yet."""
+        """The state of some slots.
+
+        Args:
+            rows: the slots.
+            requests: those that are in them, at least one.
+            unread: tokens that may have been added to each row and that the host does not know yet.
+        """
         params = [request.params for request in requests]
         longest = max(min(request.length + unread, request.limit) for request in requests)
         if self._round.graphs.enabled:  # few different numbers, for few graphs

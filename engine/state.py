@@ -50,7 +50,8 @@ class BatchState:
     logprobs: bool = False  # some row wants those of its tokens
     all_greedy: bool = True  # every row has temperature 0
     coupled: bool = False  # verification is "coupled": drafts are drawn with the target's own noise
-    # Drawn drafts may end where drafting on would not pay: one row, so that none depends on others, of an engine with "auto".
+    # A drafter that draws may stop where drafting on would not pay. Only of a single row, as it must not stop for what others have
+    # drawn, and with "auto".
     may_end_early: bool = False
 
     @classmethod
@@ -72,24 +73,25 @@ class BatchState:
         )  # fmt: skip
 
     def select(self, rows: slice | Tensor, **known: Any) -> "BatchState":
-        """The rows in these slots of a whole state: sharing memory for a slice, a copy for an index [n] int64.
+        """The rows in these slots of a state of all slots.
 
-        `known` are the fields that the host sets: max_text_length, max_limit, prompt_lengths, filtered,
-        penalised, processors, logprobs, all_greedy, coupled and may_end_early.
+        Args:
+            rows: a slice, whose rows share this state's memory, or an index [n] int64, whose rows are copies.
+            known: of these rows, the fields that are not tensors, see above.
         """
         cut: dict[str, Any] = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.type is Tensor}
         return replace(self, **cut, **known, rows=rows)
 
     @property
     def key(self) -> tuple[int, ...]:
-        """All that is not in tensors; work on states of equal keys, cut from one whole, is the same work, without processors."""
+        """What work on this state depends on beside its tensors, as far as a CUDA graph of it fixes that; `processors` apart."""
         rows = (self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else (-1, self.rows.data_ptr())
         flags = self.filtered, self.penalised, self.logprobs, self.all_greedy, self.coupled
         return (*rows, self.max_text_length, *flags)
 
     @property
     def slots(self) -> list[int]:
-        """Those of the rows, for the host."""
+        """The slots of the rows, for the host; a slice needs no copy from the device."""
         return list(range(self.rows.start, self.rows.stop)) if isinstance(self.rows, slice) else self.rows.tolist()
 
     @property
@@ -114,7 +116,7 @@ class BatchState:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Temperature and filters, as `sample` and `verify` take them beside seed and position; None for those that no row uses."""
+        """Temperature and filters, [B] each, as keywords of `sample` and `verify`; filters that no row uses are None."""
         on = self.filtered
         return {
             "temperature": self.temperature,
@@ -128,7 +130,7 @@ class BatchState:
         return self.tokens.gather(1, index.clamp(min=0)).where(index >= 0, 0)
 
     def commit(self, verdict: Verdict) -> None:
-        """Append the verdict's tokens to the active rows, in place."""
+        """Append the verdict's tokens [B, K+1] to the active rows, in place; none beyond a row's limit."""
         position = self.position[:, None]
         column = torch.arange(verdict.tokens.shape[1], device=self.tokens.device)
         stands = (verdict.tokens >= 0) & (position < self.limits[:, None])

@@ -25,17 +25,21 @@ class CascadeDrafter:
     """Drafters in stages: a row takes the first stage's proposal if that has a first token for it, else the next one's.
 
     Whether a stage has a proposal for a row must depend on the committed text, and not on numbers drawn for the draft. That
-    is so for lookup in the text, and for stages that always draft. On a CPU, where looking is free, a stage is not asked
-    if no row needs it, and lookups that come first are asked again behind the drafts of other stages: after every draft
-    of one that has `steps`, which need not go on where a lookup knows how to, else behind its last. That keeps the law, as
-    whose draft comes next is a function of the text and the drafts before it.
+    is so for lookup in the text, and for stages that always draft.
 
-    Where logits count, rows that took drafts without get logits by which these drafts are certain. Every stage observes
-    rounds as if it had drafted alone: tokens that others proposed come to it in rounds without drafts, one each, so that a
-    stage that keeps K/V knows what it lacks.
+    On a CPU, where looking at drafts is free,
+    - a stage is not asked if no row needs it;
+    - lookups that come first are asked again behind the drafts of other stages: after every single draft of a stage that has
+      `steps`, which then stops where a lookup goes on, and behind the last draft of any other. That keeps the law, as it
+      depends only on the text and the drafts before it which stage the next draft comes from.
+
+    If some drafts come with logits that verification needs, those that have none get logits by which they are certain.
+
+    Every stage observes rounds as if it had drafted alone. Tokens that it did not propose itself come to it one by one, each in
+    a round without drafts, so that a stage that keeps K/V knows what it lacks.
 
     Args:
-        stages: at least one drafter. A cascade among them counts as its stages.
+        stages: at least one drafter. The stages of a cascade among them become stages of this one.
 
     Raises:
         ValueError: if there is none, or one is no drafter.
@@ -51,8 +55,8 @@ class CascadeDrafter:
         self.stages: tuple[Drafter, ...] = tuple(stage for part in parts for stage in part)
         self._vocab_size = 0  # the target's
         self._num_lookups = sum(1 for _ in takewhile(lambda stage: isinstance(stage, LookupDrafter), self.stages))
-        self._drafts: list[Tensor] = []  # [B, K] of the stages that were asked in this round; on a CPU only
-        self._longest = 0  # most drafts of a round so far
+        self._drafts: list[Tensor] = []  # of the stages that were asked in this round, [B, K] each; on a CPU only
+        self._longest = 0  # most drafts of a round so far; on a GPU only
 
     def attach(self, target: RaggedModel) -> None:
         """Hand the target to the stages that want it."""
@@ -75,10 +79,10 @@ class CascadeDrafter:
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """See the class."""
-        proposals: list[Proposal] = []  # [B, K] each
-        takes: list[Tensor] = []  # [B, K] bool: which of their drafts are taken
-        drafts: list[Tensor] = []  # of each stage
-        open_rows = torch.ones_like(state.active)[:, None]
+        proposals: list[Proposal] = []  # [B, K] each; several of a stage that lookups go on behind
+        takes: list[Tensor] = []  # [B, K] bool, for each of these: which of its drafts are taken
+        drafts: list[Tensor] = []  # [B, K], for each stage that was asked
+        open_rows = torch.ones_like(state.active)[:, None]  # [B, 1]: no stage has had a proposal for the row yet
         for index, stage in enumerate(self.stages):
             if proposals and state.can_look and not bool((open_rows & state.active[:, None]).any()):
                 break
@@ -99,7 +103,12 @@ class CascadeDrafter:
     def _followed_up(
         self, stage: Drafter, state: BatchState, num_draft_tokens: int, open_rows: Tensor
     ) -> tuple[Proposal, list[Proposal]]:
-        """A stage's drafts [B, K]; what is left of them, and behind it what lookups say, [B, K] each."""
+        """Ask a stage, and the lookups behind its drafts.
+
+        Returns:
+            All drafts of the stage [B, K]; and what is taken of them, then the lookups' drafts in their places behind, [B, K]
+            each. Where no lookup had one, the stage's drafts alone.
+        """
         lookups: Any = self.stages[: self._num_lookups]
         behind = _Behind(lookups, state, num_draft_tokens, open_rows)
         if (steps := getattr(stage, "steps", None)) is not None:
@@ -126,8 +135,9 @@ class CascadeDrafter:
         drafts, self._drafts = self._drafts, []
         rounds = None
         if not state.can_look:
-            # All stages were asked, if one was. What they proposed is not known, as a graph may have been replayed: that
-            # nothing of it stood is always safe. A number of rounds that varies would give stages another graph each time.
+            # If there are drafts, all stages were asked. What they proposed is not known, as a graph may have been replayed.
+            # It is always safe to say that nothing of it stood. Always as many rounds as there ever were drafts, as stages
+            # have a graph for each number.
             most = verdict.tokens.shape[1] - 1
             self._longest = max(self._longest, most)
             rounds = self._longest if most else 1
@@ -142,17 +152,26 @@ class CascadeDrafter:
                 stage.observe(*seen)
 
     def graph_key(self) -> Hashable | None:
-        """The stages' own keys; None if one has none."""
+        """The keys of all stages; None if one of them is None."""
         keys = [getattr(stage, "graph_key", lambda: None)() for stage in self.stages]
         return None if None in keys else tuple(keys)
 
     def ends_early(self, state: BatchState) -> bool:
-        """If all stages do."""
+        """Whether all stages do."""
         return all(getattr(stage, "ends_early", lambda state: False)(state) for stage in self.stages)
 
 
 class _Behind:
-    """What lookups say behind the drafts of another stage; on the host."""
+    """Collects what lookups say behind the drafts of another stage, on the host.
+
+    Args:
+        num_draft_tokens: of a row, the other stage's drafts included.
+        open_rows: [B, 1] bool: the rows that take the other stage's drafts.
+
+    Attributes:
+        proposal: the lookups' drafts [B, K] and their confidence, each behind those of the stage; -1 elsewhere.
+        found: whether there is any.
+    """
 
     def __init__(
         self, lookups: Sequence[LookupDrafter], state: BatchState, num_draft_tokens: int, open_rows: Tensor
@@ -160,14 +179,16 @@ class _Behind:
         self._lookups, self._slots = lookups, state.slots
         rows = (open_rows[:, 0] & state.active).nonzero()[:, 0].tolist()
         whole = texts(state)
-        self._texts = {row: whole[row] for row in rows}  # with the drafts; of rows that are still looked for
-        self._room = dict.fromkeys(rows, num_draft_tokens)
-        self.found = False  # a continuation of any row
+        self._texts = {
+            row: whole[row] for row in rows
+        }  # with the drafts so far; of rows for which lookups are still asked
+        self._room = dict.fromkeys(rows, num_draft_tokens)  # drafts that there is still room for
+        self.found = False
         tokens = torch.full((len(whole), num_draft_tokens), -1)
         self.proposal = Proposal(tokens, confidence=torch.zeros_like(tokens, dtype=torch.float32))
 
     def look(self, tokens: Tensor) -> bool:
-        """Behind the stage's next drafts [B, n], too; returns whether its further drafts are of use."""
+        """Ask the lookups behind the stage's next drafts [B, n]; returns whether it should draft on, for any row."""
         assert self.proposal.confidence is not None
         for row in list(self._texts):
             drafts = list(takewhile(lambda token: token >= 0, tokens[row].tolist()))
@@ -184,7 +205,7 @@ class _Behind:
         return bool(self._texts)
 
     def _continuation(self, row: int, text: Tokens) -> list[tuple[int, float]]:
-        """Of the first lookup that has one."""
+        """Of the first lookup that has one; empty if none has, or there is no room."""
         for lookup in self._lookups if self._room[row] else ():
             if found := lookup.continuation(self._slots[row], text, self._room[row]):
                 return found
@@ -192,7 +213,7 @@ class _Behind:
 
 
 def _rounds_behind(drafts: Tensor | None, verdict: Verdict) -> int:
-    """How many rounds without drafts `_as_seen_by` tells of, looking."""
+    """How many rounds without drafts `_as_seen_by` makes for these drafts, if it is not told; looks at the tokens."""
     rounds = 0
     own = [[]] * len(verdict.tokens) if drafts is None else drafts.tolist()
     for row, proposed in zip(verdict.tokens.tolist(), own, strict=True):
@@ -205,13 +226,19 @@ def _rounds_behind(drafts: Tensor | None, verdict: Verdict) -> int:
 def _as_seen_by(
     drafts: Tensor | None, state: BatchState, verdict: Verdict, rounds: int | None
 ) -> Iterator[tuple[BatchState, Verdict]]:
-    """A round as it would have been with these drafts alone, which have led to the same tokens, and what came after it.
+    """A round as rounds of a stage that drafted alone, which come to the same tokens.
 
-    That is one round that accepts those of the drafts which were emitted, and rounds without drafts for the other tokens.
+    First one round with the stage's drafts, of which those stand that were emitted; then a round without drafts for each token
+    that is left.
 
     Args:
         drafts: [B, K] of the stage; None: it was not asked, so there are rounds without drafts only.
-        rounds: how many of these; None: as many as are needed, which is looked at.
+        state: behind the round.
+        verdict: of the round.
+        rounds: how many rounds without drafts; None: as many as are needed, which takes a look at the tokens.
+
+    Yields:
+        State and verdict of each round, as `Drafter.observe` takes them.
     """
     count = (verdict.tokens >= 0).sum(dim=1)  # new tokens of each row
     begin, told = state.seq_lens - count, torch.zeros_like(count)

@@ -221,7 +221,7 @@ def start_as_last_layer(head: EagleModel, target: PreTrainedModel, layers: tuple
 
 
 def check_start(head: EagleModel, layers: tuple[int, ...], target: PreTrainedModel) -> None:
-    """Whether a training for the target can begin with this head, which reads these hidden states.
+    """Check that a training for the target can begin with this head, which reads these hidden states.
 
     Raises:
         ValueError: naming the tensors by which it differs from the heads that `Eagle3Training` makes, or the layer.
