@@ -42,13 +42,18 @@ def load(
 
     Args:
         target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on).
-        drafter: None for plain decoding; "ngram" or "suffix", which look for the text's end in earlier text; a hub id or
-            folder of a learned drafter made for the target (EAGLE, Medusa, MLP speculator; recognised by its config); a hub
-            id, folder or GGUF file MODEL of a draft model; "staged:MODEL", which has the target's tokenizer and is itself
-            decoded speculatively, by n-gram lookup; the name of a head in `engine.heads`; "layer_skip:N", the target's own
-            first N layers, or a set of them, counted from 0, as "layer_skip:0-7,28,29"; "ngram+X" or "suffix+X": lookup
-            first, and X, any of these, where it finds nothing; a live draft model, which must share the target's
-            vocabulary; or an object with `prefill`, `propose` and `observe`.
+        drafter: what proposes tokens:
+
+            - None: nothing does, which is plain decoding;
+            - "ngram", "suffix": what followed where the end of the text stood before, in this text or (suffix) in other outputs;
+            - a hub id or folder of a learned drafter that was made for the target: an EAGLE or Medusa head or an MLP speculator,
+              recognised by its config; or the name of a head that comes with the package, in `engine.heads`;
+            - MODEL, the hub id, folder or GGUF file of a draft model, with the target's tokenizer or another one;
+            - "staged:MODEL": a draft model with the target's tokenizer that is itself decoded speculatively, by n-gram lookup;
+            - "layer_skip:N": the target's own first N layers; or a set of its layers, counted from 0: "layer_skip:0-7,28,29";
+            - "ngram+X", "suffix+X": lookup, and where that finds nothing X, any of the names above;
+            - a live draft model, which must have the target's vocabulary;
+            - an object with `prefill`, `propose` and `observe`, see `engine.Drafter`.
         num_draft_tokens: tokens proposed in a round (K), >= 0; "auto": as many as promise most tokens per second, from the
             acceptance and the times of the rounds so far, down to none.
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
@@ -92,24 +97,7 @@ def load(
         raise ValueError(
             f"compile must be False with tensor_parallel and on an accelerator, got device={str(device)!r}"
         )
-    if isinstance(tokenizer, str | Path) and str(tokenizer):
-        tokenizer = read_tokenizer(str(tokenizer), "tokenizer")
-    is_tokenizer = callable(tokenizer) and hasattr(tokenizer, "decode") and not isinstance(tokenizer, type)
-    if tokenizer is not None and not is_tokenizer:
-        raise ValueError(f"tokenizer must be a tokenizer of transformers, a folder or a hub id, got {tokenizer!r:.100}")
-    if drafter is not None and not isinstance(drafter, str | Path | PreTrainedModel | Drafter):
-        raise ValueError(
-            f"drafter must be a name, None, a hub id, a path, a PreTrainedModel, or have prefill, propose and observe; "
-            f"got {type(drafter).__name__}"
-        )
-    if isinstance(drafter, type):
-        raise ValueError(f"drafter must be an object, got the class {drafter.__name__}")
-    if drafter == "none":
-        raise ValueError("drafter must be None for plain decoding, got 'none'")
-    stages = _stages(drafter)
-    for stage in stages:
-        if isinstance(stage, str):
-            check_checkpoint(stage.removeprefix(STAGED), "drafter")
+    tokenizer, stages = _tokenizer(tokenizer), _stages(drafter)
     target = locate(target, "target", dtype)
     model_config = target.config if isinstance(target, PreTrainedModel) else read_config(target, "target")
     _check_sizes(model_config.get_text_config(), config.max_length, stages)
@@ -119,14 +107,37 @@ def load(
     return Engine(main.model, main.tokenizer, whole, config)
 
 
+def _tokenizer(tokenizer: Any) -> Any:
+    """What was given, read if it is a folder or a hub id; None stays None."""
+    if isinstance(tokenizer, str | Path) and str(tokenizer):
+        tokenizer = read_tokenizer(str(tokenizer), "tokenizer")
+    is_tokenizer = callable(tokenizer) and hasattr(tokenizer, "decode") and not isinstance(tokenizer, type)
+    if tokenizer is not None and not is_tokenizer:
+        raise ValueError(f"tokenizer must be a tokenizer of transformers, a folder or a hub id, got {tokenizer!r:.100}")
+    return tokenizer
+
+
 def _stages(drafter: Any) -> list[Any]:
-    """Drafters, and what is still to be loaded with the target at hand."""
+    """Of a cascade, or the only one: drafters, and live models and locations of draft models, which need the target at hand."""
+    if drafter is not None and not isinstance(drafter, str | Path | PreTrainedModel | Drafter):
+        raise ValueError(
+            f"drafter must be a name, None, a hub id, a path, a PreTrainedModel, or have prefill, propose and observe; "
+            f"got {type(drafter).__name__}"
+        )
+    if isinstance(drafter, type):
+        raise ValueError(f"drafter must be an object, got the class {drafter.__name__}")
+    if drafter == "none":
+        raise ValueError("drafter must be None for plain decoding, got 'none'")
     if not isinstance(drafter, str | Path):
         return [] if drafter is None else [drafter]
     parts = split_stages(str(drafter)) if isinstance(drafter, str) else [str(drafter)]
     if not all(parts):
         raise ValueError(f"drafter must be a name, a hub id or a path, also behind a '+', got {drafter!r}")
-    return [named(part, in_cascade=len(parts) > 1) for part in parts]
+    stages = [named(part, in_cascade=len(parts) > 1) for part in parts]
+    for stage in stages:
+        if isinstance(stage, str):
+            check_checkpoint(stage.removeprefix(STAGED), "drafter")
+    return stages
 
 
 def _check_sizes(target: PretrainedConfig, max_length: int | None, stages: list[Any]) -> None:
@@ -141,6 +152,7 @@ def _check_sizes(target: PretrainedConfig, max_length: int | None, stages: list[
 
 
 def _drafter(main: Checkpoint, stage: Any) -> Drafter:
+    """A stage, made into a drafter for this target if it is none yet, and checked against it."""
     if isinstance(stage, str):
         draft = read_checkpoint(stage.removeprefix(STAGED), "drafter", main.model.dtype, main.model.device, None)
         stage = draft_model(main, draft, staged=stage.startswith(STAGED))
@@ -154,7 +166,7 @@ def _drafter(main: Checkpoint, stage: Any) -> Drafter:
 
 
 def _dtype(dtype: Any, target: Any) -> Any:
-    """ "auto" or a torch dtype."""
+    """ "auto" or a torch dtype, which a live target must have."""
     if isinstance(dtype, str) and dtype == "auto":
         return dtype
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
@@ -167,6 +179,7 @@ def _dtype(dtype: Any, target: Any) -> Any:
 
 
 def _device(device: Any, target: Any) -> torch.device:
+    """The device that is meant, on which a live target must be."""
     try:
         wanted = None if device == "auto" else torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
