@@ -136,7 +136,7 @@ def pack_linears(model: nn.Module) -> int:
     first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
     if first is None or first.device.type != "cpu" or layout_of(first.dtype) is None:
         return 0
-    count = 0
+    packed = 0
     for parent in list(model.modules()):
         plain = {
             name: child
@@ -149,8 +149,8 @@ def pack_linears(model: nn.Module) -> int:
             for index, name in enumerate(names):
                 transposed = isinstance(plain[name], Conv1D)
                 setattr(parent, name, PackedLinear(linears[name], product, index, transposed))
-            count += len(names)
-    return count
+            packed += len(names)
+    return packed
 
 
 def _groups(linears: dict[str, nn.Linear]) -> list[tuple[str, ...]]:

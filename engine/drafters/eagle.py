@@ -11,6 +11,7 @@ from torch import Tensor
 from ..backend import sample
 from ..config import check_bool, check_instance
 from ..graphs import bucket
+from ..hidden_states import HiddenStates
 from ..model import RaggedModel, last_valid
 from ..packing import pack_linears
 from ..penalty import penalise_repetition
@@ -20,7 +21,7 @@ from ..transfers import to_device
 from .draft_vocabulary import DraftVocabulary, SeenTokens
 from .eagle_files import build
 from .eagle_model import EagleModel, usual_layers
-from .head_files import HeadFiles, read_head
+from .head_files import HeadFiles, check_made_for, read_head
 from .proposals import any_reaches, check_min_reach, confidence, likeliest, noise, nothing, side_by_side
 
 # Where a draft is less likely than this to be accepted, the next is not worth a step of a tenth of a target call.
@@ -65,8 +66,14 @@ class EagleDrafter:
             raise ValueError(f"layers must be {count} hidden states, as the head was made for so many, got {layers!r}")
         self.model, self.greedy, self.min_reach, self._source = model, greedy, min_reach, source
         self.layers = layers
+        # From `attach` on:
         self._ragged: RaggedModel | None = None
-        self._behind = 0  # at most so many positions of a row have hidden states, but no K/V here
+        self._hidden: HiddenStates  # of the target
+        self._vocabulary: DraftVocabulary
+        self._filled: (
+            Tensor  # [slots] int64: so many positions have K/V here that comes from the target's hidden states
+        )
+        self._behind = 0  # at most so many more positions of a row have hidden states by now
 
     @classmethod
     def from_files(cls, files: HeadFiles, **options: Any) -> "EagleDrafter":
@@ -93,12 +100,7 @@ class EagleDrafter:
         layers = self.layers or (usual_layers(count) if config.eagle == 3 and config.fuses else (count,))
         if max(layers) > count or min(layers) < 0:
             raise ValueError(f"{self._source} reads hidden states {list(layers)}, but the target has {count} layers")
-        for name, own, theirs in (
-            ("hidden size", config.feature_size, target.config.hidden_size),
-            ("vocabulary", config.vocab_size, target.vocab_size),
-        ):
-            if own != theirs:
-                raise ValueError(f"{self._source} was made for a target of {name} {own}, but the target has {theirs}")
+        check_made_for(target, self._source, config.feature_size, config.vocab_size)
         self.model.place(target.device, target.dtype)
         output = self._borrow(target)
         self._vocabulary = DraftVocabulary(self.model.target_ids, target.vocab_size, output)

@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..model import RaggedModel
+
 
 @dataclass(frozen=True)
 class HeadFiles:
@@ -99,6 +101,24 @@ def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[s
     finally:
         for complete in new.values():
             complete.unlink(missing_ok=True)
+
+
+def check_made_for(target: RaggedModel, source: Any, hidden_size: int, vocab_size: int | None) -> None:
+    """Check that a target has the sizes that a head was made for.
+
+    Args:
+        source: where the head is from, for messages.
+        vocab_size: None if nothing in the head depends on it.
+
+    Raises:
+        ValueError: naming the size that differs.
+    """
+    for name, own, theirs in (
+        ("hidden size", hidden_size, target.config.hidden_size),
+        ("vocabulary", vocab_size, target.vocab_size),
+    ):
+        if own not in (None, theirs):
+            raise ValueError(f"{source} was made for a target of {name} {own}, but the target has {theirs}")
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: Path, optional: Collection[str] = ()) -> list[str]:

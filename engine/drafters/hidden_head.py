@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from ..backend import sample
 from ..config import check_bool, check_instance
+from ..hidden_states import HiddenStates
 from ..model import RaggedModel
 from ..packing import pack_linears
 from ..state import BatchState, Proposal, Verdict
-from .head_files import HeadFiles, read_head
+from .head_files import HeadFiles, check_made_for, read_head
 from .proposals import likeliest, noise
 
 
@@ -54,6 +55,7 @@ class HiddenHeadDrafter:
         check_bool("greedy", greedy)
         self.model, self.greedy, self._source = model, greedy, source
         self._target: RaggedModel | None = None
+        self._hidden: HiddenStates  # of the target, from `attach` on
 
     @classmethod
     def from_files(cls, files: HeadFiles, **options: Any) -> Self:
@@ -71,12 +73,7 @@ class HiddenHeadDrafter:
         Raises:
             ValueError: if the network was made for a target of another size.
         """
-        for name, own, theirs in (
-            ("hidden size", self.model.hidden_size, target.config.hidden_size),
-            ("vocabulary", self.model.vocab_size, target.vocab_size),
-        ):
-            if own not in (None, theirs):
-                raise ValueError(f"{self._source} was made for a target of {name} {own}, but the target has {theirs}")
+        check_made_for(target, self._source, self.model.hidden_size, self.model.vocab_size)
         self.model.to(device=target.device, dtype=target.dtype).eval()
         pack_linears(self.model)
         self.model.borrow(target.model.get_output_embeddings())

@@ -90,7 +90,7 @@ class LayerSkipDrafter:
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw token after token, each row under its own temperature and filters; or the likeliest, if `greedy`."""
         assert self._decoder is not None
-        tokens = state.gather(state.seq_lens[:, None])
+        tokens = state.pending[:, None]
         steps: list[Proposal] = []
         with self._decoder.only(self.layers):
             for step in range(num_draft_tokens):

@@ -160,7 +160,7 @@ class MlpSpeculatorDrafter(HiddenHeadDrafter):
         hidden = self._last_hidden(state)
         if hidden is None:
             return nothing(state)
-        inner, tokens = self.model.first_state(hidden), state.gather(state.seq_lens[:, None])
+        inner, tokens = self.model.first_state(hidden), state.pending[:, None]
         steps: list[Proposal] = []
         reach: Tensor | float = 1.0
         for step in range(min(num_draft_tokens, self.model.num_steps)):

@@ -43,8 +43,8 @@ class DraftModel:
         self.model, self.tokenizer, self.greedy = model, tokenizer, greedy
         self._ragged: RaggedModel | None = None
         self._shared_vocab_size = 0
-        self._rounds_missed = 0  # since it drafted last; each added a token to a row
-        self._caught_up = 0  # of them, in a proposal that has not been observed
+        self._rounds_missed = 0  # rounds without drafts since it drafted last; its cache lacks the token of each
+        self._caught_up = 0  # so many of them has a proposal read whose round has not been observed yet
 
     def attach(self, target: RaggedModel) -> None:
         """Make a cache for the target's slots; drafts are drawn from ids that both models have.
@@ -104,14 +104,16 @@ class DraftModel:
 
     @property
     def _made_up_for(self) -> int:
-        """As many rounds as were missed; on a GPU, where each number is a graph, or a few more, whose tokens are read again."""
+        """Rounds to make up for: those that were missed. On a GPU, where each number is a graph, a few more, read once again."""
         missed = self._rounds_missed
         return missed if not missed or self.ragged.device.type == "cpu" else bucket(missed, 2)
 
     def _unread(self, state: BatchState) -> tuple[Tensor, Tensor, int]:
-        """From where on a row's tokens are to be fed [B], how many there are up to the pending one [B], and at most.
+        """What a round begins by reading: the last two tokens of a text, and those of the rounds missed.
 
-        The last two tokens and those missed; fewer where the text has no more, none in rows that are not active.
+        Returns:
+            [B] int64, the first position to read; [B] int64, how many, with the pending token (fewer where the text has no
+            more, 0 in rows that are not active); and the largest number that this can be.
         """
         self._caught_up = self._rounds_missed  # which stays, for a proposal that fails and is made once more
         width = 2 + self._made_up_for

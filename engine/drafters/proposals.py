@@ -15,8 +15,13 @@ BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
 
 
 def noise(state: BatchState, step: int | Tensor) -> dict[str, Any]:
-    """What `sample` draws draft number `step` of a round with, an int or [B]: under `coupled` with the target's own noise, else with
-    numbers that nothing else reads; each row under its own temperature and filters."""
+    """Keywords for `sample` to draw a draft: each row's temperature, filters and random numbers.
+
+    Under `coupled` these are the target's own, else numbers that nothing else reads.
+
+    Args:
+        step: which draft of the round it is, from 0; an int or [B] int64.
+    """
     origin, stream = (None, SAMPLE) if state.coupled else (state.position, DRAFT)
     position = state.position + step
     return {**state.sampling, "seed": state.seed, "position": position, "origin": origin, "stream": stream}
@@ -29,7 +34,7 @@ def check_min_reach(value: Any) -> None:
 
 
 def any_reaches(reach: Tensor, state: BatchState, min_reach: float) -> bool:
-    """Whether the drafts of some active row are all accepted with at least this chance, by `reach` [B, 1]; waits for the device."""
+    """Whether some active row has a reach [B, 1], the chance that all its drafts stand, of at least this; waits for the device."""
     return bool((reach[state.active] >= min_reach).any())
 
 
@@ -50,8 +55,12 @@ def side_by_side(steps: Sequence[Proposal]) -> Proposal:
 
 
 def confidence(log_probability: Tensor) -> Tensor:
-    """As a `Proposal` has it: float32 in [0, 1), 0 for NaN."""
-    return log_probability.exp().float().nan_to_num(0.0).clamp(max=BELOW_ONE)
+    """Log-probabilities as the confidence of a `Proposal`: float32 in [0, 1), 0 for NaN."""
+    return _as_confidence(log_probability.exp())
+
+
+def _as_confidence(probabilities: Tensor) -> Tensor:
+    return probabilities.float().nan_to_num(0.0).clamp(max=BELOW_ONE)
 
 
 def probability(tokens: Tensor, logits: Tensor, stats: RowStats, temperature: Tensor | float = 1.0) -> Tensor:
@@ -64,7 +73,7 @@ def likeliest(logits: Tensor) -> Proposal:
     """The argmax of rows [B, W, V], -1 where they are no distribution, and its probability at temperature 1."""
     if logits.device.type == "cpu":  # softmax is one step there, where stats take twenty
         sure, tokens = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)).max(dim=-1)
-        return Proposal(tokens.where(sure.isfinite(), -1), confidence=sure.float().nan_to_num(0.0).clamp(max=BELOW_ONE))
+        return Proposal(tokens.where(sure.isfinite(), -1), confidence=_as_confidence(sure))
     stats = row_stats(logits)
     tokens = stats.argmax.where(stats.lse.isfinite(), -1)
     return Proposal(tokens, confidence=probability(tokens, logits, stats))
