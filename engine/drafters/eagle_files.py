@@ -31,30 +31,10 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
     )
     if not eagle3:
         tensors.pop("lm_head.weight", None)  # the target's is used
-    layer_config = _layer_config(files, tensors)
-    if eagle3 and "t2d" in tensors:
-        layer_config.vocab_size = tensors["t2d"].numel()
-    elif "target_vocab_size" in config:
-        layer_config.vocab_size = files.number("target_vocab_size")
-    vocab_size = layer_config.vocab_size
     fuses = eagle3 and config.get("use_aux_hidden_state") is not False
     layers = layers if fuses else None
-    own = eagle_config(
-        layer_config,
-        eagle=3 if eagle3 else 1,
-        feature_size=files.number("target_hidden_size", layer_config.hidden_size),
-        num_features=(len(layers) if layers else 3) if fuses else 1,
-        draft_vocab_size=files.number("draft_vocab_size", vocab_size) if eagle3 else vocab_size,
-        fuses=fuses,
-        fc_bias="fc.bias" in tensors,
-        output_bias="layers.0.self_attn.o_proj.bias" in tensors,
-        last_state_normed=not fuses or bool(config.get("last_state_normed")),
-        **{
-            name: bool(config.get(name))
-            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        },
-    )
-    if own.draft_vocab_size == vocab_size and not tensors.get("d2t", torch.zeros(1)).any():
+    own = _head_config(files, tensors, eagle3, fuses, num_layers=len(layers) if layers else 3)
+    if own.draft_vocab_size == own.vocab_size and not tensors.get("d2t", torch.zeros(1)).any():
         tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}  # they say nothing
     try:
         model = EagleModel(own)
@@ -65,9 +45,9 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
     missing = fill(model, tensors, files.folder, optional=("lm_head.weight", "t2d"))
     model.head_is_targets = "lm_head.weight" in missing
     ids = model.target_ids
-    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):
+    if ids.min() < 0 or ids.max() >= own.vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(
-            f"{files.folder}: i + d2t[i] must be distinct ids in [0, {vocab_size}), got {ids.tolist()[:8]} ..."
+            f"{files.folder}: i + d2t[i] must be distinct ids in [0, {own.vocab_size}), got {ids.tolist()[:8]} ..."
         )
     if embeddings is not None:
         expected = [own.vocab_size, own.hidden_size]
@@ -89,6 +69,36 @@ def _dictionary(files: HeadFiles, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{files.folder / 'config.json'} must hold an object {name!r}, got {value!r}")
     return value
+
+
+def _head_config(files: HeadFiles, tensors: dict[str, Tensor], eagle3: bool, fuses: bool, num_layers: int) -> Any:
+    """What `EagleModel` is made from.
+
+    Args:
+        fuses: the head has an `fc` for several hidden states of the target.
+        num_layers: how many these are.
+    """
+    config, layer_config = files.config, _layer_config(files, tensors)
+    if eagle3 and "t2d" in tensors:
+        layer_config.vocab_size = tensors["t2d"].numel()
+    elif "target_vocab_size" in config:
+        layer_config.vocab_size = files.number("target_vocab_size")
+    vocab_size = layer_config.vocab_size
+    return eagle_config(
+        layer_config,
+        eagle=3 if eagle3 else 1,
+        feature_size=files.number("target_hidden_size", layer_config.hidden_size),
+        num_features=num_layers if fuses else 1,
+        draft_vocab_size=files.number("draft_vocab_size", vocab_size) if eagle3 else vocab_size,
+        fuses=fuses,
+        fc_bias="fc.bias" in tensors,
+        output_bias="layers.0.self_attn.o_proj.bias" in tensors,
+        last_state_normed=not fuses or bool(config.get("last_state_normed")),
+        **{
+            name: bool(config.get(name))
+            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        },
+    )
 
 
 def _layer_config(files: HeadFiles, tensors: dict[str, Tensor]) -> Any:

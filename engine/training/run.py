@@ -94,16 +94,9 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
             texts["training"].write(room - texts["validation"].num_bytes)
             texts["validation"].write(room)
         objective = _objective(target, parts["training"], options, start)
-        schedule = Schedule(
-            epochs=options.epochs,
-            learning_rate=options.learning_rate,
-            tokens_per_batch=options.tokens_per_batch,
-            seed=options.seed,
-            learn_prompts=options.learn_prompts,
-        )
         if isinstance(objective, Eagle3Training):  # what it came to, for the card
             options = replace(options, draft_vocab_size=len(objective.draft_ids))
-        log = train(objective, texts["training"], texts["validation"], work, schedule)
+        log = train(objective, texts["training"], texts["validation"], work, _schedule(options))
         _save(objective, target, tokenizer, out, options)
         plot_training(log, out / "training.png")
         with replacing(out / "README.md") as partial:
@@ -111,9 +104,20 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     return out
 
 
+def _schedule(options: TrainingOptions) -> Schedule:
+    return Schedule(
+        epochs=options.epochs,
+        learning_rate=options.learning_rate,
+        tokens_per_batch=options.tokens_per_batch,
+        seed=options.seed,
+        learn_prompts=options.learn_prompts,
+    )
+
+
 def _check_prompts(prompts: Sequence[Any]) -> None:
     if isinstance(prompts, str) or len(prompts) < 2:
-        raise ValueError(f"prompts must be at least 2, one of them for validation, got {len(prompts)}")
+        got = "a string" if isinstance(prompts, str) else len(prompts)
+        raise ValueError(f"prompts must be at least 2, one of them for validation, got {got}")
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str) and not prompt.strip():
             raise ValueError(f"prompts[{index}] must not be empty")
