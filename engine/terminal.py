@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .output import Output, Piece
 
 DRAFTED_STYLE = "green"
+# What begins an escape code: ESC, and the characters that stand for ESC and another one (U+009B for ESC [).
+_SHOWN = {0x1B: "\N{SYMBOL FOR ESCAPE}", **dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")}
 
 
 def stdout_console() -> Console:
@@ -39,7 +41,7 @@ def legend(console: Console) -> str:
 
 def shown(console: Console, text: str) -> str:
     """A model may emit escape codes, which are no business of the reader's terminal: there, they are shown and not obeyed."""
-    return text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}") if console.is_terminal else text
+    return text.translate(_SHOWN) if console.is_terminal else text
 
 
 def write_piece(console: Console, piece: "Piece") -> None:

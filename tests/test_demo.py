@@ -25,10 +25,10 @@ engines = cli_fakes.engines
 
 def test_colours() -> None:
     """Drafted text has a colour, the target's own has none, and a model's escape codes are shown, not obeyed."""
-    piece = Piece("ab\x1b[2J", [1, 2], (Span("a", True), Span("b\x1b[2J", False)))
+    piece = Piece("ab\x1b[2J\x9b2J", [1, 2], (Span("a", True), Span("b\x1b[2J\x9b2J", False)))
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False)
     terminal.write_piece(console, piece)
-    assert console.file.getvalue() == "\x1b[32ma\x1b[0mb\N{SYMBOL FOR ESCAPE}[2J"  # type: ignore[attr-defined]
+    assert console.file.getvalue() == "\x1b[32ma\x1b[0mb\N{SYMBOL FOR ESCAPE}[2J\N{REPLACEMENT CHARACTER}2J"  # type: ignore[attr-defined]
     assert "accepted" in terminal.legend(console)
     plain = Console(file=io.StringIO(), force_terminal=False)
     terminal.write_piece(plain, piece)
