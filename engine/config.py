@@ -99,13 +99,15 @@ class SamplingParams:
             drafts from earlier outputs, it can be another one in each call, of the same distribution. None: a fresh seed for
             each request.
         stop: end before any of these strings, also where one spans several tokens. They are looked for in the text, which has no
-            special tokens; one that is exactly a special token of the tokenizer, such as "<|im_end|>", is among `stop_token_ids`.
+            special tokens; a string that is exactly a special token of the tokenizer, such as "<|im_end|>", counts as one of
+            `stop_token_ids`.
         ignore_eos: do not end at the model's end-of-sequence tokens.
         stop_token_ids: end at any of these tokens, as at an end-of-sequence token: it is the last of the output's `token_ids`, and
-            its text does not show it.
-        repetition_penalty: of tokens that the prompt or the text so far has, logits above 0 are divided by this number and others
-            multiplied by it, as in `transformers` (Keskar et al., arXiv 1909.05858); in [0.01, 100]; 1: off. None: what the
-            target's generation config says, else 1. Under every verification rule the text keeps the law of these logits.
+            the output's text does not show it.
+        repetition_penalty: in [0.01, 100]; 1: off; None: what the target's generation config says, else 1. Logits of tokens that
+            the prompt or the answer so far has are divided by this number if they are above 0, and multiplied by it otherwise, as
+            in `transformers` (Keskar et al., arXiv 1909.05858). Under every verification rule the text keeps the law of these
+            logits.
         logprobs: report, for each new token, the log of the probability that the target gave it.
         logits_processor: a `LogitsProcessor` or `LogitsProcessorList` of `transformers`, or any function like one. It gets
             input_ids [1, T] int64, the text so far, and scores [1, V] float32 (float64 of a target in float64), the logits after the
@@ -166,9 +168,9 @@ class EngineConfig:
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
             accepts less, and whose sampled text depends on the seed alone, not on the drafter, K or the batch.
             Temperature 0 is greedy under each.
-        exact: every decode call has one shape, of 8 tokens a row (more than 7 drafts take several), so that greedy text, and under
-            "coupled" sampled text too, is bit for bit the same with and without speculation. Under "rejection" and "block" a
-            sampled text has the same distribution, and depends on the drafts. None: True on an accelerator, False on CPU.
+        exact: every decode call has one shape, of 8 tokens a row (more than 7 drafts take several calls). Greedy text, and under
+            "coupled" sampled text too, is then bit for bit the same with and without speculation. Sampled text under "rejection"
+            and "block" depends on the drafts even so; its distribution does not. None: True on an accelerator, False on CPU.
         max_batch_size: rows that decode together, in [1, 65535].
         max_length: prompt and new tokens together, >= 2; None: the model's context.
         compile: on a CPU, the target runs compiled by `torch.compile`.

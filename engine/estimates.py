@@ -26,11 +26,14 @@ class Experience:
             self._all_rows.add(bin_, stood)
 
     def chances(self, row: int, bins: Sequence[int], prior: float | None = None, carry: bool = False) -> list[float]:
-        """That each draft stands if those before it do: the row's own experience, else all rows', else the prior.
+        """For each bin, how likely a draft in it is to stand if those before it do.
+
+        The estimate from the row's own drafts, for which the estimate from all rows is the prior.
 
         Args:
-            prior: believed before anything is known; None: the middle of the bin.
-            carry: a bin's prior is what is expected of the one before it.
+            prior: of the estimate from all rows: what is believed before anything is known; None: the middle of the bin, as of
+                a confidence.
+            carry: for all bins but the first, the prior is the result for the bin before, in place of `prior`.
         """
         found: list[float] = []
         for bin_ in bins:
@@ -64,7 +67,7 @@ class Acceptance:
 
 
 class Costs:
-    """Seconds of a kind of work by its size: a line through what was seen, and how far each size lies off it.
+    """What a kind of work costs, in seconds, by its size: a line through the calls so far, and each size's deviation from it.
 
     Single calls scatter by more than neighbouring sizes differ, so a size's own deviation is believed after many calls only.
 
@@ -72,10 +75,10 @@ class Costs:
         slope: seconds that one more adds, as a share of size 0: what is believed beforehand.
     """
 
-    _KEEP = 0.5 ** (1 / 200)  # calls after which one counts half
-    _BELIEF = 8.0  # in the slope: as that of so many calls at a distance of 1 from their mean size
-    _CALLS = 50.0  # of a size, until its own deviation counts half
-    _MOST = 1.7  # times what was expected: beyond this, something else had the machine
+    _KEEP = 0.5 ** (1 / 200)  # a call counts half after 200 others
+    _BELIEF = 8.0  # the slope that is believed beforehand counts as much as so many calls at a distance of 1 from their mean size
+    _CALLS = 50.0  # calls of a size after which its own deviation counts half
+    _MOST = 1.7  # times what was expected: a call that took longer counts as this, as something else had the machine
 
     def __init__(self, slope: float) -> None:
         self._slope = slope
@@ -137,15 +140,15 @@ class Payoff:
     Estimates that are a little too hopeful, and what looking for drafts takes, show here alone.
     """
 
-    _KEEP = 0.5 ** (1 / 30)  # rounds after which one counts half
-    _ROUNDS = 12  # before it is judged
-    _REST = (16, 64)  # rounds without drafts after that: at first, at most
+    _KEEP = 0.5 ** (1 / 30)  # a round counts half after 30 others
+    _ROUNDS = 12  # rounds before it is judged
+    _REST = (16, 64)  # rounds without drafts if drafting has not paid: at first, at most
 
     def __init__(self) -> None:
         self._gained = self._spent = 0.0
         self._rounds = 0
-        self._length = self._REST[0]  # of the next rest
-        self._left = 0  # of this rest
+        self._length = self._REST[0]  # of the next rest, in rounds
+        self._left = 0  # rounds of the present rest
 
     def begin(self) -> None:
         """A new text, which may be another kind of text."""

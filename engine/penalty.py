@@ -1,4 +1,4 @@
-"""Logits that depend on the text before them."""
+"""The repetition penalty, by which logits depend on the text before them."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,16 +15,18 @@ def penalise_repetition(
     drafts: Tensor,  # [B, K] int64, -1 = none
     places: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Each row with the penalty on what its own text has: all up to the pending token, and the drafts before that row.
+    """Apply each sequence's penalty to its W rows of logits: to the tokens of the text before each row.
 
     A logit l becomes l / penalty if it is above 0, else l * penalty (Keskar et al., CTRL, arXiv 1909.05858), once for each token
-    however often it stands there, in float32 where the logits are not float64. The last row is behind all drafts, the one
-    before it behind all but the last, and so on: with W = K+1, row i is what decides if draft i stands, so that the text has
+    however often it stands there, in float32 where the logits are not float64.
+
+    The text before the last row is that of the sequence with all its drafts, before the row in front of it that with all
+    drafts but the last, and so on. With W = K+1, row i is then the one that decides whether draft i stands, and the text has
     the law that it has without drafts.
 
     Args:
-        places: from ids of the target, [B, W, N], to where they stand in a row of logits, V where they do not; None: the ids
-            themselves.
+        places: maps ids of the target [B, W, N] to their columns in the rows of logits, V where they have none; None: an id is
+            its column.
 
     Returns:
         [B, W, V] float32 or float64.
@@ -40,10 +42,10 @@ def penalise_repetition(
 
 
 def penalise_drafter(logits: Tensor, state: BatchState, drafts: Sequence[Tensor] = ()) -> Tensor:
-    """A drafter's logits [B, W, V] of the target's first V ids, as the target's will be; themselves if no row has a penalty.
+    """A drafter's logits [B, W, V], of the target's first V ids, with the penalty that the target's will have.
 
     Args:
-        drafts: [B, n] each, that the last row is behind, see `penalise_repetition`.
+        drafts: those before the last row, [B, n] each, see `penalise_repetition`.
     """
     if not state.penalised:
         return logits

@@ -31,8 +31,8 @@ MIN_REACH = 0.3
 class EagleDrafter:
     """An EAGLE-1, 2 or 3 head as a chain of drafts (Li et al., arXiv 2401.15077, 2406.16858, 2503.01840).
 
-    Its K/V at position j comes from the target's hidden state there and from the token after it. What it wrote at later
-    positions from features of its own, while drafting, is written again when the target's are known.
+    Its K/V at position j comes from the target's hidden state there and from the token after it. While it drafts, it has no
+    hidden states of the target, and writes K/V from its own features; that is written again when the target's are known.
 
     Args:
         model: the head, in the target's dtype and on its device when it is attached.
@@ -40,8 +40,8 @@ class EagleDrafter:
             norm or before it as the model's config says; None: those that EAGLE trains with (the last for EAGLE-1 and 2;
             layers 2, L/2 and L-3 for EAGLE-3).
         greedy: propose what is likeliest instead of drawing from the head's distribution.
-        min_reach: on a CPU, where drafts are greedy or the state says that they may end early, drafting ends when the product
-            of the head's probabilities of its drafts falls below this in every row; in [0, 1].
+        min_reach: in [0, 1]. On a CPU, drafting ends when in every row the product of the head's probabilities of its drafts has
+            fallen below this; only of greedy drafts, and where the state says that drafts may end early.
         source: where the head is from, for messages.
 
     Raises:
@@ -114,7 +114,11 @@ class EagleDrafter:
         self._filled = torch.zeros(target.num_slots, dtype=torch.int64, device=target.device)
 
     def _borrow(self, target: RaggedModel) -> Tensor | None:
-        """Take from the target what the checkpoint has not; the target's output matrix, if a reduced one consists of its rows."""
+        """Take from the target what the checkpoint has not.
+
+        Returns:
+            The target's output matrix [V, H], if the head's consists of some of its rows; None otherwise.
+        """
         model, config = self.model, self.model.config
         embeddings: Any = target.model.get_input_embeddings()
         head: Any = target.model.get_output_embeddings()
@@ -208,11 +212,11 @@ class EagleDrafter:
 
     @property
     def _catch_up_width(self) -> int:
-        """Columns for those positions that nobody looks at: few different numbers, as each is a graph."""
+        """Columns in which positions are caught up with where their number is not looked at: few widths, as each is a graph."""
         return bucket(self._behind, 4)
 
     def _catch_up(self, state: BatchState) -> Tensor:
-        """Read the positions that got their hidden states since the last draft; the feature [B, 1, H] after the last."""
+        """Read the positions that got their hidden states since the last draft; returns the feature [B, 1, H] after the last."""
         filled = self._filled[state.rows]
         missing = (state.seq_lens - filled) * state.active
         width = int(missing.max()) if state.can_look else min(self._catch_up_width, state.max_text_length)

@@ -34,13 +34,13 @@ class TrainingOptions:
         batch_size: prompts that are answered together.
         validation_share: of the prompts, the last ones; nothing is learned from them. At least one, and not all.
         draft_vocab_size: eagle3: so many of the answers' most frequent tokens can be drafted; see `start_from`.
-        layers: eagle3: the hidden states it reads (see `HiddenStates`); empty: the three of EAGLE-3, which other servers take:
-            2, half of the layers, all but 3. Any others that are not three, or what the target's head reads among them, make a
-            head for this engine alone. Ascending, as others sort them; with `start_from` in the order of that head.
+        layers: eagle3: the hidden states that it reads, ascending, in the counting of `HiddenStates`; empty: the three of EAGLE-3,
+            2, L/2 and L-3 of a target of L layers. Other servers load heads that read three of them, without L, which is what the
+            target's head reads; any other head is for this engine alone. With `start_from`, in the order of that head.
         start_from: eagle3: folder or hub id of a head, or the name of a packaged one, to begin with instead of new weights; its
             `layers` are read, and its draft vocabulary is kept where it has an output matrix of its own.
-        freeze_head: eagle3: the output matrix stays that of the target, and is not saved; the tokens of a text can then be drafted
-            behind it, whatever the draft vocabulary. For this engine alone.
+        freeze_head: eagle3: the output matrix stays that of the target, and is not saved. The tokens that a text has can then be
+            drafted, too, whatever the draft vocabulary. For this engine alone.
         num_steps: eagle3, medusa, mlp: drafts in a chain while training; for medusa and mlp the longest draft ever.
         num_layers: draft-model: of the target's.
         learn_prompts: what follows in the prompts is learned too: much more to learn from in the same time, where prompts read
