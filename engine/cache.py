@@ -34,9 +34,7 @@ class CallPlan:
     runs: "list[Run] | None"
     span: slice | None  # of a single row on a CPU, whose K/V a plain copy writes: the positions of its valid columns
     kv_length: int  # keys and values [0, kv_length) are handed to attention
-    masks: list[Tensor] = field(
-        default_factory=list
-    )  # [n, 1, W, kv_length] bool each, by number; in a compiled call only
+    masks: list[Tensor] = field(default_factory=list)  # of a compiled call, by number: [n, 1, W, kv_length] bool each
     prepared: dict[Hashable, Any] = field(default_factory=dict)  # what attention works out in the first layer, for all
 
     @property
@@ -161,9 +159,7 @@ class RaggedCache(Cache):
         self.num_slots, self.granularity, self.capacity = num_slots, granularity, 0
         self.plan: CallPlan  # set by plan_call
         self.whole_buffers = False
-        self._reached = np.zeros(
-            num_slots, dtype=np.int64
-        )  # by slot: the largest kv_length of a call since it was taken
+        self._reached = np.zeros(num_slots, dtype=np.int64)  # by slot: largest kv_length of a call since it was taken
         self.ragged_layers = [RaggedLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.ragged_layers))
 

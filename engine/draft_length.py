@@ -22,9 +22,7 @@ from .state import Proposal
 MAX_DRAFT_TOKENS = 15  # "auto" tries no more
 FEW_CHOICES = (0, 1, 2, 3, 5, 7, 11, 15)  # where each is a graph of its own
 _DRAFT_SLOPE = 0.1  # cost of a further draft as a share of the first, until measured: low, so that it is tried
-_SURE = (
-    14  # bin of confidence: if all drafts of a row stood and the last was in this bin or above, twice as many may come
-)
+_SURE = 14  # bin of confidence: where all drafts of a row stood, the last in this bin or above, twice as many may come
 # With several rows: plain rounds before the first drafts, and then one plain round in so many, to know what it costs.
 _PLAIN_CALLS, _PLAIN_AGAIN = 3, 32
 _USUAL = 3  # drafts in a round, from which it is guessed how many more rounds a row needs
@@ -134,9 +132,7 @@ class AdaptiveLength(FixedLength):
         self._by_position, self._by_confidence = Experience(), Experience()
         self._offered: dict[int, tuple[list[int], list[int]]] = {}  # by row: drafts and their bins, before trimming
         self._most: dict[int, int] = {}  # by row: drafts to verify, where `choose` has decided on a number for each row
-        self._next: dict[
-            int, int
-        ] = {}  # by row: drafts to ask for at least, since all stood and the drafter was sure of them
+        self._next: dict[int, int] = {}  # by row: drafts to ask for at least, as all stood and the last was a sure one
         self._without, self._patience = 0, _PROBE_AFTER[0]  # rounds without drafts: so far, and until one is tried
         self._drafted = 0  # rounds with drafts
         self._weights: dict[int, float] = {}  # by row: what a token is worth, see `_weigh`

@@ -70,9 +70,7 @@ class EagleDrafter:
         self._ragged: RaggedModel | None = None
         self._hidden: HiddenStates  # of the target
         self._vocabulary: DraftVocabulary
-        self._filled: (
-            Tensor  # [slots] int64: so many positions have K/V here that comes from the target's hidden states
-        )
+        self._filled: Tensor  # [slots] int64: positions whose K/V here comes from the target's hidden states
         self._behind = 0  # at most so many more positions of a row have hidden states by now
 
     @classmethod
