@@ -30,12 +30,18 @@ class Watched:
 
     Attributes:
         waited: seconds, so far.
+        reading: those that the host takes to have prompts read, which the device may do long after.
     """
 
     def __init__(self, server: Any) -> None:
-        self.waited = 0.0
-        self._launch, self._read = server._launch, server._read
-        server._launch, server._read = self.launch, self.read
+        self.waited = self.reading = 0.0
+        self._launch, self._read, self._prefill = server._launch, server._read, server._prefill
+        server._launch, server._read, server._prefill = self.launch, self.read, self.prefill
+
+    def prefill(self, scheduler: Any) -> None:
+        begin = time.perf_counter()
+        self._prefill(scheduler)
+        self.reading += time.perf_counter() - begin
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         with record_function(LAUNCH):
@@ -60,10 +66,11 @@ def host_figures(llm: engine.Engine, text: list[int], params: engine.SamplingPar
     watched = Watched(llm._server)
     for _ in range(SETUP_TURNS["cuda" if cuda else "cpu"]):
         llm.generate([text], params)
-    watched.waited, graphs = 0.0, num_graphs(llm)
+    watched.waited, watched.reading, graphs = 0.0, 0.0, num_graphs(llm)
     stats = llm.generate([text], params)[0].stats
     seconds, inside = stats.total_seconds - stats.prefill_seconds, stats.draft_seconds + stats.verify_seconds
-    working = seconds - (watched.waited if cuda else inside)
+    # On a GPU the wait for the first round is for the prompt as well.
+    working = stats.total_seconds - watched.reading - watched.waited if cuda else seconds - inside
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
         llm.generate([text], params)
     found: dict[str, Any] = {

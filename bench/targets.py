@@ -100,7 +100,7 @@ def timed(
 ) -> tuple[list[engine.Output], float]:
     """What the texts are continued with, and the seconds that this took without reading the prompts.
 
-    Reading them ends with a copy from the host, which waits for the device: on a GPU, too, its time is not in the rounds'.
+    On a GPU, too: the engine has the device's own times for that, as for the rounds.
     """
     before = llm.stats.total_seconds - llm.stats.prefill_seconds
     outputs = llm.generate(texts, params)

@@ -88,7 +88,8 @@ class Stats:
 
 
 class RoundClock:
-    """Splits the time of a round. On CUDA by events, which are read after the round's one synchronisation."""
+    """Splits the time of a round, and of what goes before it. On CUDA by events, which are read after the round's one
+    synchronisation: the host is long done with what it has the device do."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._device = device.type == "cuda", device

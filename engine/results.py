@@ -20,6 +20,14 @@ logger = logging.getLogger(__name__)
 _FATAL, _INVALID_DRAFT = int(FATAL_STATUS), int(Status.INVALID_DRAFT)  # IntFlag is slow, and asked per row
 
 
+@dataclass(frozen=True)
+class PromptsRead:
+    """A part of some prompts that was read before a round began."""
+
+    spans: Callable[[], list[float]]  # seconds, once the round's result has arrived
+    told: tuple[Stats, ...]  # whose time this was
+
+
 @dataclass
 class Launched:
     """A round that is under way."""
@@ -35,6 +43,7 @@ class Launched:
     late: bool  # the next one begins before this one is read
     usual: bool  # False: it set something up, or captured it, and took longer for it
     spans: Callable[[], list[float]]  # seconds of drafting and of verification, once the result has arrived
+    prompts: list[PromptsRead]  # since the round before began
 
 
 class Results:
@@ -67,6 +76,10 @@ class Results:
         if launched.arrived is not None:
             launched.arrived.synchronize()
         results = unpack(launched.packed, launched.with_logprobs)
+        for prompts in launched.prompts:
+            seconds = sum(prompts.spans())
+            for stats in prompts.told:
+                stats.prefill_seconds += seconds
         draft_seconds, verify_seconds = launched.spans()
         other_seconds = verify_seconds if launched.late else time.perf_counter() - launched.begin - draft_seconds
         # Some may have ended in the round before, which had not been read when this one began.

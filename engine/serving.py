@@ -13,9 +13,9 @@ import torch
 from .config import EngineConfig, SamplingParams
 from .draft_length import FixedLength
 from .graphs import on_device
-from .metrics import Stats
+from .metrics import RoundClock, Stats
 from .parallel import Ranks
-from .results import Launched, Results
+from .results import Launched, PromptsRead, Results
 from .round import Round
 from .scheduler import PREFILL_TOKENS, Request, Scheduler, prefill_chunk
 from .slots import Slots
@@ -52,6 +52,8 @@ class Server:
         self._device, self._stats, self._late = state.tokens.device, stats, late
         self._slots = Slots(round_, state, config)
         self._results = Results(round_, state, eos_token_ids, stats, ranks)
+        self._prompt_clock = RoundClock(self._device)
+        self._prompts_read: list[PromptsRead] = []  # since the last round began
         self._since = 0.0  # perf_counter() when the step under way began
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
@@ -59,7 +61,9 @@ class Server:
         scheduler = Scheduler(requests, self._config.max_batch_size)
         launched: Launched | None
         waiting: Launched | None = None  # a round that was started and is not read, if results are read late
-        self._round.clock.take()  # marks of a round that failed
+        for clock in (self._round.clock, self._prompt_clock):
+            clock.take()  # marks of a step that failed
+        self._prompts_read = []
         try:
             while scheduler.busy:
                 self._since = time.perf_counter()
@@ -115,7 +119,7 @@ class Server:
         """Read new prompts: about PREFILL_TOKENS tokens while rows are running, else until the first row can run."""
         budget = PREFILL_TOKENS
         while scheduler.prefilling and (budget > 0 or not scheduler.running):
-            begin = time.perf_counter()
+            self._prompt_clock.mark()
             group = sorted(scheduler.prefilling.values(), key=lambda request: request.slot)
             target = self._round.target
             group = group[:1] if target.exact else group  # its own length decides the shapes of its calls
@@ -127,9 +131,9 @@ class Server:
             for request in group:
                 request.prefilled = min(request.prefilled + width, request.to_prefill)
             self._start([request for request in group if request.prefilled == request.to_prefill], scheduler)
-            seconds = time.perf_counter() - begin
-            for stats in (*(request.stats for request in group), self._stats):
-                stats.prefill_seconds += seconds
+            self._prompt_clock.mark()
+            told = (*(request.stats for request in group), self._stats)
+            self._prompts_read.append(PromptsRead(self._prompt_clock.take(), told))
             budget -= sum(end - begin for begin, end in spans) if target.skips_padding else width * len(group)
 
     def _start(self, requests: list[Request], scheduler: Scheduler) -> None:
@@ -166,6 +170,7 @@ class Server:
         usual = self._round.graphs.set_up == set_up
         without_drafts = frozenset(slot for slot, request in running.items() if request.without_drafts)
         spans = self._round.clock.take()
+        prompts, self._prompts_read = self._prompts_read, []
         return Launched(
             packed=packed,
             with_logprobs=state.logprobs,
@@ -178,6 +183,7 @@ class Server:
             late=self._late,
             usual=usual,
             spans=spans,
+            prompts=prompts,
         )
 
     def _rows_of(self, running: dict[int, Request], unread: int) -> tuple[BatchState, int]:

@@ -98,6 +98,13 @@ def test_prompts_that_take_slots_wait_for_nobody(device: Device, monkeypatch: py
     assert len(waits) > len(PROMPTS) and not any(waits)
 
 
+def test_reading_a_prompt_takes_what_the_device_takes(device: Device) -> None:
+    """And not what the host takes to say so: the device has other work before. Each event here is 0.01 ms after the one before."""
+    llm = engine.load(target().to("cuda"), drafter=None, exact=False)
+    stats = llm.generate(PROMPTS[0], engine.SamplingParams(max_new_tokens=3)).stats
+    assert stats.prefill_seconds == llm.stats.prefill_seconds == pytest.approx(1e-5)
+
+
 class Pauses(FixedLength):
     """Two drafts, after more and more rounds without."""
 
