@@ -1,4 +1,7 @@
-"""Copies between the host and the device that nobody waits for."""
+"""Copies between the host and the device that nobody waits for.
+
+The host is named wherever its memory is pinned: torch may have been told to make tensors elsewhere (`torch.set_default_device`).
+"""
 
 from typing import Any
 
@@ -13,14 +16,14 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """A copy on the host, and the event after which it is complete; None: it is."""
     if not tensor.is_cuda:
         return tensor.clone(), None
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(tensor.device))

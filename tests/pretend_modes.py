@@ -30,6 +30,8 @@ class Functions(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], OnCuda):
             return run(self.device, func, args, kwargs)
         if kwargs.pop("pin_memory", False):
+            if is_cuda(kwargs.get("device")):
+                raise RuntimeError("Only dense CPU tensors can be pinned")
             made = func(*args, **kwargs)
             made.pretended_pinned = True
             return made

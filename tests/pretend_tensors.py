@@ -65,7 +65,7 @@ def bare(value: Any) -> Any:
 def storages(values: Any) -> dict[int, torch.Tensor]:
     """The memory of tensors on the CPU, as bytes, by address."""
     found = [leaf.untyped_storage() for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor)]
-    return {s.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(s) for s in found if s.nbytes()}
+    return {s.data_ptr(): torch.empty(0, dtype=torch.uint8, device="cpu").set_(s) for s in found if s.nbytes()}
 
 
 class Device:

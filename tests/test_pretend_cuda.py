@@ -105,6 +105,16 @@ def test_reading_a_prompt_takes_what_the_device_takes(device: Device) -> None:
     assert stats.prefill_seconds == llm.stats.prefill_seconds == pytest.approx(1e-5)
 
 
+def test_tensors_that_torch_is_told_to_make_on_the_device(device: Device) -> None:
+    """Of which none can be pinned."""
+    llm = engine.load(target().to("cuda"), max_batch_size=2, exact=False)
+    params = engine.SamplingParams(max_new_tokens=3)
+    texts = [output.token_ids for output in llm.generate(PROMPTS, params)]
+    with torch.device("cuda"):
+        assert [output.token_ids for output in llm.generate(PROMPTS, params)] == texts
+    assert llm._server._round.graphs.enabled
+
+
 class Pauses(FixedLength):
     """Two drafts, after more and more rounds without."""
 
