@@ -70,7 +70,9 @@ class Server:
                 with on_device(self._device):
                     self._begin(scheduler.admit())
                     self._prefill(scheduler)
-                    launched = self._launch(scheduler, unread=waiting.asked + 1 if waiting else 0)
+                    launched = None
+                    if not _ends_all(waiting, scheduler):
+                        launched = self._launch(scheduler, unread=waiting.asked + 1 if waiting else 0)
                     if self._late:
                         launched, waiting = waiting, launched
                     ended = self._read(launched, scheduler) if launched else []
@@ -236,3 +238,11 @@ class Server:
                 if rejected or self._late:  # as the next round is under way
                     self._slots.unclean.add(request.slot)
         return advanced
+
+
+def _ends_all(waiting: Launched | None, scheduler: Scheduler) -> bool:
+    """Whether a round that is not read is the last one of all running rows: each has a token in it, and place for no more."""
+    return waiting is not None and all(
+        waiting.requests.get(slot) is request and request.length + 1 >= request.limit
+        for slot, request in scheduler.running.items()
+    )

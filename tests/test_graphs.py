@@ -642,6 +642,21 @@ def test_without_graphs_the_round_is_read_late_or_not_alike() -> None:
         assert output.stats.new_tokens == stop
 
 
+def test_no_round_is_begun_behind_one_that_all_texts_end_with() -> None:
+    """Though it has not been read: each text is as long as it may be then."""
+    target = tiny("llama", max_position_embeddings=128)
+    llm = engine.load(target, drafter=None, max_batch_size=2)
+    llm._server._late = True
+    rounds, launch = [], llm._server._launch
+    llm._server._launch = lambda *args, **more: rounds.append(1) or launch(*args, **more)  # type: ignore
+    prompts, params = random_prompts(3), [engine.SamplingParams(max_new_tokens=n) for n in (9, 6, 5)]
+    outputs = llm.generate(prompts, params)
+    for prompt, param, output in zip(prompts, params, outputs, strict=True):
+        assert output.token_ids == greedy(target, prompt, param.max_new_tokens)
+    # The third text takes the second's slot one round late.
+    assert len(rounds) == 6 + 1 + 5
+
+
 def test_tensors_keep_their_places_between_rounds() -> None:
     """What a graph reads must not move: the state, and the caches unless they grow."""
     target = tiny("llama", max_position_embeddings=600)
