@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
-from bench.targets import NEW_TOKENS, PROMPT_TOKENS, SETUP_TURNS, Target, greedy, load, num_graphs
+from bench.targets import NEW_TOKENS, PROMPT_TOKENS, SETUP_TURNS, Target, greedy, load, num_graphs, wait
 from engine.drafters.eagle_model import EagleModel, eagle_config
 from engine.drafters.medusa_model import MedusaHeads
 from engine.drafters.mlp import MlpSpeculator
@@ -104,6 +104,7 @@ def drafter_cost(target: Target, make: Callable[[], engine.Drafter], device: str
     for _ in range(max(SETUP_TURNS[device], 1)):
         llm.generate(texts, params)
     graphs = num_graphs(llm)
+    wait(llm.target_model.device)  # for what is under way behind the last text's end
     stats = llm.generate(texts, params)[0].stats
     seconds = stats.total_seconds - stats.prefill_seconds
     return {

@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import engine
-from bench.targets import SETUP_TURNS, num_graphs
+from bench.targets import SETUP_TURNS, num_graphs, wait
 
 LAUNCH, READ = "round: launch", "round: read"
 # A copy to memory that is not pinned blocks the host, even where it is asked for without.
@@ -67,6 +67,7 @@ def host_figures(llm: engine.Engine, text: list[int], params: engine.SamplingPar
     for _ in range(SETUP_TURNS["cuda" if cuda else "cpu"]):
         llm.generate([text], params)
     watched.waited, watched.reading, graphs = 0.0, 0.0, num_graphs(llm)
+    wait(llm.target_model.device)  # for what is under way behind the last text's end
     stats = llm.generate([text], params)[0].stats
     seconds, inside = stats.total_seconds - stats.prefill_seconds, stats.draft_seconds + stats.verify_seconds
     # On a GPU the wait for the first round is for the prompt as well.

@@ -100,8 +100,10 @@ def timed(
 ) -> tuple[list[engine.Output], float]:
     """What the texts are continued with, and the seconds that this took without reading the prompts.
 
-    On a GPU, too: the engine has the device's own times for that, as for the rounds.
+    On a GPU, too: the engine has the device's own times for that, as for the rounds. A round that is under way behind the end of
+    another text is waited for first, as it may be another engine's.
     """
+    wait(llm.target_model.device)
     before = llm.stats.total_seconds - llm.stats.prefill_seconds
     outputs = llm.generate(texts, params)
     return outputs, llm.stats.total_seconds - llm.stats.prefill_seconds - before
