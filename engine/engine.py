@@ -165,7 +165,7 @@ class Engine:
         params: SamplingParams | None = None,
         progress: bool = False,
     ) -> None:
-        """Compile kernels and capture CUDA graphs now instead of at the first rounds of their kind.
+        """Compile kernels and capture CUDA graphs now instead of at the first prompts and rounds of their kind.
 
         All that is captured here is kept: for each pair of a batch size and a length 3 graphs with a drafter, up to 15 with
         num_draft_tokens="auto". A text that grows goes through the buckets of all lengths up to its own.
@@ -190,6 +190,7 @@ class Engine:
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams or None, got {params!r}")
         self._make_ready()
+        self._server.warm_up_reading(max(text_lengths, default=0))
         # The longest first: buffers that grow would undo the others.
         kinds = [(size, length) for length in sorted(text_lengths, reverse=True) for size in batch_sizes]
         for size, length in tqdm(kinds, unit="bucket", disable=not progress or self._ranks.rank > 0):

@@ -4,6 +4,7 @@ A GPU runs apart from the host, which therefore starts the next round before it 
 is one round behind: a row that has ended runs once more, and what it emits then is dropped.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from .config import EngineConfig, SamplingParams
 from .draft_length import FixedLength
 from .graphs import on_device
 from .metrics import RoundClock, Stats
+from .model import PREFILL_WIDTH
 from .parallel import Ranks
 from .results import Launched, PromptsRead, Results
 from .round import Round
@@ -107,6 +109,23 @@ class Server:
                 for _ in range(4 if self._round.graphs.enabled else 1):
                     self._round.run(state, num_draft_tokens, lambda proposal: proposal)
         self._round.clock.take()
+
+    def warm_up_reading(self, text_length: int) -> None:
+        """Compile what the target reads prompts of such texts with, and have libraries load what they need for it.
+
+        By reading anything into slots, which are free: into the first one, and into another, where kernels are told which.
+        """
+        if self._device.type == "cpu":
+            return
+        self._slots.reserve(text_length)
+        for slot, power in itertools.product(
+            range(min(2, self._config.max_batch_size)), range(text_length.bit_length())
+        ):
+            width = 1 << power
+            if width <= PREFILL_WIDTH:
+                with on_device(self._device):
+                    tokens = torch.zeros(1, width, dtype=torch.int64, device=self._device)
+                    self._round.target.prefill(tokens, [(0, width)], slice(slot, slot + 1))
 
     def _begin(self, requests: list[Request]) -> None:
         """Put requests into their slots, not yet active."""

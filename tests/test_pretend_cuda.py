@@ -17,6 +17,7 @@ from bench.drafter_cases import ON_THE_HOST, drafters
 from bench.figures import Figures
 from engine.draft_length import FixedLength
 from engine.graphs import Graphs
+from engine.kernels import attention
 from engine.model import RaggedModel
 from engine.serving import Server
 
@@ -113,6 +114,25 @@ def test_tensors_that_torch_is_told_to_make_on_the_device(device: Device) -> Non
     with torch.device("cuda"):
         assert [output.token_ids for output in llm.generate(PROMPTS, params)] == texts
     assert llm._server._round.graphs.enabled
+
+
+def test_after_a_warm_up_prompts_find_their_kernels_compiled(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of attention there is one for each size of a block of queries, with and without slots."""
+    kinds: set[tuple[int, bool]] = set()
+    launch = attention.ragged_attention
+
+    def noted(query: Any, keys: Any, *args: Any, slots: Any = None, **more: Any) -> Any:
+        rows = query.shape[1] // keys.shape[1] * query.shape[2]
+        kinds.add((attention.blocks_for(rows, query.shape[3], query.dtype)["BLOCK_M"], slots is None))
+        return launch(query, keys, *args, slots=slots, **more)
+
+    monkeypatch.setattr(attention, "ragged_attention", noted)
+    llm = engine.load(target().to("cuda"), max_batch_size=2)
+    llm.warmup(text_lengths=[64])
+    compiled = frozenset(kinds)
+    params = engine.SamplingParams(max_new_tokens=2)
+    llm.generate([[5] * 40, [6] * 20, [7], [8] * 10, [9] * 3], params)
+    assert kinds == compiled and len(kinds) > 3
 
 
 class Pauses(FixedLength):
