@@ -6,10 +6,11 @@ from typing import Any, overload
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from .adaptive_length import FEW_CHOICES, AdaptiveLength
 from .compiled import compile_now
 from .config import EngineConfig, SamplingParams, check_bool, check_ints
 from .detokenize import whole_text
-from .draft_length import FEW_CHOICES, AdaptiveLength, FixedLength
+from .draft_length import DraftLength, FixedLength
 from .drafters.base import Drafter, stages_of
 from .errors import EngineError, InvalidLogitsError
 from .generation_config import eos_token_ids, repetition_penalty, warn_of_not_applied
@@ -206,7 +207,7 @@ class Engine:
             logprobs = request.logprobs[begin:] if request.params.logprobs else None
             yield Piece(text, request.token_ids[begin:], spans, output, logprobs)
 
-    def _lengths(self) -> FixedLength:
+    def _lengths(self) -> DraftLength:
         if isinstance(self.config.num_draft_tokens, int):
             return FixedLength(min(self.config.num_draft_tokens, self.max_length))
         if self.exact:  # calls have EXACT_WIDTH columns whatever is drafted: drafts that fit cost nothing there

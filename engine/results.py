@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .backend import FATAL_STATUS, Status
-from .draft_length import FixedLength
+from .draft_length import DraftLength
 from .metrics import Stats
 from .parallel import Ranks
 from .round import Round, RowResult, unpack
@@ -64,7 +64,7 @@ class Results:
         self._eos_token_ids = eos_token_ids
         self._warned = False  # of draft logits that are no distribution
 
-    def read(self, launched: Launched, lengths: FixedLength) -> list[tuple[Request, int]]:
+    def read(self, launched: Launched, lengths: DraftLength) -> list[tuple[Request, int]]:
         """Give a round's tokens to its requests. `lengths` learns from the round.
 
         Returns:
@@ -98,7 +98,7 @@ class Results:
             stats.verify_seconds += verify_seconds
         return list(zip(going, news, strict=True))
 
-    def _collect(self, request: Request, result: RowResult, launched: Launched, lengths: FixedLength) -> int:
+    def _collect(self, request: Request, result: RowResult, launched: Launched, lengths: DraftLength) -> int:
         """Append a round's tokens to a request, up to the one that ends it; returns how many."""
         tokens, accepted, proposed, status, logprobs = result
         new_tokens = tokens[: accepted + 1]

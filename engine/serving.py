@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from .config import EngineConfig, SamplingParams
-from .draft_length import FixedLength
+from .draft_length import DraftLength
 from .graphs import on_device
 from .metrics import RoundClock, Stats
 from .model import PREFILL_WIDTH
@@ -43,7 +43,7 @@ class Server:
         self,
         round_: Round,
         state: BatchState,
-        lengths: FixedLength,
+        lengths: DraftLength,
         config: EngineConfig,
         eos_token_ids: frozenset[int],
         stats: Stats,

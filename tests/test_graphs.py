@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine
 from bench.drafter_cases import ON_THE_HOST, drafters
 from engine import round
+from engine.adaptive_length import FEW_CHOICES, AdaptiveLength
 from engine.backend import row_stats
-from engine.draft_length import FEW_CHOICES, AdaptiveLength
 from engine.graphs import Graphs, clear_all
 from engine.hidden_states import HiddenStates
 from engine.state import BatchState, Verdict

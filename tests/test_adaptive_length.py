@@ -7,7 +7,7 @@ import torch
 from tiny_models import greedy, perturbed, random_prompts, tiny
 
 import engine
-from engine.draft_length import AdaptiveLength
+from engine.adaptive_length import AdaptiveLength
 from engine.estimates import Acceptance, Costs, Experience, Payoff
 from engine.state import Proposal
 
