@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from . import parallel
+from .errors import UnsupportedModelError
 from .hub import existing_path, naming_errors
 from .packing import pack_linears
 from .support import check_config
@@ -78,7 +79,9 @@ def whole_model(location: str | Path, **options: Any) -> PreTrainedModel:
     Raises:
         ValueError: naming tensors that are missing.
     """
-    found: Any = AutoModelForCausalLM.from_pretrained(location, output_loading_info=True, **options)
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        location, output_loading_info=True, trust_remote_code=False, **options
+    )
     model: PreTrainedModel = found[0]
     if missing := sorted(found[1]["missing_keys"]):
         names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
@@ -133,8 +136,16 @@ def read_config(location: str, role: str) -> PretrainedConfig:
     """
     try:
         with naming_errors(location, role):
-            config: PretrainedConfig = AutoConfig.from_pretrained(location)
-    except (ValueError, KeyError) as error:
+            # Unless told, transformers asks on standard input whether to run a checkpoint's own code, which is of no use here.
+            config: PretrainedConfig = AutoConfig.from_pretrained(location, trust_remote_code=False)
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # of many kinds, for values of another type than a field has
+        if _wants_own_code(error):
+            raise UnsupportedModelError(
+                f"{role} must be of an architecture that transformers has; {location} comes with code of its own, which "
+                f"is not run"
+            ) from error
         raise ValueError(f"{role} must be a checkpoint that transformers knows, got {location}: {error}") from error
     check_config(config, role)
     return config
@@ -161,8 +172,18 @@ def read_tokenizer(location: str, role: str) -> Any:
         raise ValueError(f"{role} must be a folder or a hub id that has a tokenizer, got the file {path}")
     try:
         with naming_errors(location, role):
-            return AutoTokenizer.from_pretrained(path if path.is_dir() else location)
+            return AutoTokenizer.from_pretrained(path if path.is_dir() else location, trust_remote_code=False)
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:  # of many kinds, one of them Rust's
+        if _wants_own_code(error):
+            raise ValueError(
+                f"{role} must have a tokenizer that transformers has; that of {location} comes with code of its own, which is "
+                f"not run: load it with transformers, and pass it as tokenizer= to engine.load"
+            ) from error
         raise ValueError(f"{role} must have an intact tokenizer; reading that of {location} failed: {error}") from error
+
+
+def _wants_own_code(error: Exception) -> bool:
+    """Whether transformers would go on if it were allowed to run code of the checkpoint."""
+    return "trust_remote_code" in str(error)

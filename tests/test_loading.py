@@ -85,6 +85,32 @@ def test_folder_without_config(folder: Path) -> None:
         engine.load(folder)
 
 
+def test_config_with_a_value_of_another_type(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": None}))
+    with pytest.raises(
+        ValueError, match=r"target must be a checkpoint that transformers knows, got .*position_embeddings"
+    ):
+        engine.load(folder)
+
+
+def test_code_of_a_checkpoint_is_neither_run_nor_asked_about(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    config = json.loads((folder / "config.json").read_text())
+    own = {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (folder / "config.json").write_text(json.dumps(config | own))
+    engine.load(folder)  # transformers has this architecture as well
+    (folder / "config.json").write_text(json.dumps(config | own | {"model_type": "own"}))
+    for role in ("target", "drafter"):
+        with pytest.raises(engine.UnsupportedModelError, match=f"^{role} must be of .* comes with code of its own"):
+            engine.load(**{"target": tiny("llama"), role: folder})
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
+    with pytest.raises(
+        ValueError, match=r"^tokenizer must have .* comes with code of its own, .* pass it as tokenizer="
+    ):
+        engine.load(tiny("llama"), tokenizer=folder)
+
+
 def test_truncated_safetensors(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -415,7 +441,7 @@ def test_what_configs_tell_is_judged_before_weights_are_read(
 
 
 def test_hub_ids_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(location: str) -> None:
+    def missing(location: str, **options: Any) -> None:
         raise OSError("We couldn't connect")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", missing)
