@@ -138,9 +138,12 @@ def read_config(location: str, role: str) -> PretrainedConfig:
         with naming_errors(location, role):
             # Unless told, transformers asks on standard input whether to run a checkpoint's own code, which is of no use here.
             config: PretrainedConfig = AutoConfig.from_pretrained(location, trust_remote_code=False)
-    except (OSError, ImportError, MemoryError):
+    except (ImportError, MemoryError):
         raise
     except Exception as error:  # of many kinds, for values of another type than a field has
+        no_json = isinstance(error.__context__, ValueError)  # transformers raises an OSError for such a file
+        if isinstance(error, OSError) and not no_json:
+            raise
         if _wants_own_code(error):
             raise UnsupportedModelError(
                 f"{role} must be of an architecture that transformers has; {location} comes with code of its own, which "

@@ -85,6 +85,14 @@ def test_folder_without_config(folder: Path) -> None:
         engine.load(folder)
 
 
+def test_config_that_is_no_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(
+        ValueError, match=r"^target must be a checkpoint that transformers knows, .* is not a valid JSON file"
+    ):
+        engine.load(folder)
+
+
 def test_config_with_a_value_of_another_type(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": None}))
