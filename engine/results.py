@@ -106,8 +106,11 @@ class Results:
             slot, cache = request.slot, self._round.target.cache
             if self._round.drafter is None or slot in launched.without_drafts:
                 cache.clear(slot, torch.zeros_like(self._state.seq_lens[slot]))
+                source = (
+                    "the target" if request.params.logits_processor is None else "the target or its logits_processor"
+                )
                 request.error = (
-                    f"the target returned logits that are no distribution ({Status(status).name}) for "
+                    f"{source} returned logits that are no distribution ({Status(status).name}) for "
                     f"prompts[{request.index}] at position {request.length}"
                 )
                 return 0

@@ -175,6 +175,13 @@ def test_what_it_must_return(target: PreTrainedModel, returned: Any, got: str) -
     assert llm.generate([1, 2, 3], engine.SamplingParams(max_new_tokens=2)).token_ids  # the engine goes on
 
 
+def test_logits_that_are_no_distribution_may_be_its_fault(target: PreTrainedModel) -> None:
+    llm = engine.load(target, "ngram")
+    params = engine.SamplingParams(logits_processor=lambda input_ids, scores: torch.full_like(scores, -torch.inf))
+    with pytest.raises(engine.InvalidLogitsError, match=r"^the target or its logits_processor returned logits that"):
+        llm.generate([1, 2, 3], params)
+
+
 def test_what_it_must_be() -> None:
     with pytest.raises(ValueError, match=r"^logits_processor must be callable .* or None, got 3$"):
         engine.SamplingParams(logits_processor=3)
