@@ -1,4 +1,4 @@
-"""Attention over a static ragged cache, on any device: from Triton or from torch, chosen as in ops.py.
+"""Attention over a static cache with rows of different lengths, on any device: from Triton or from torch, chosen as in ops.py.
 
 scatter_kv(keys, values, new_keys, new_values, seq_lens, num_valid)
 output = ragged_attention(query, keys, values, seq_lens, num_valid=num_valid)
@@ -17,7 +17,7 @@ MAX_HEAD_DIM = 256
 
 
 def ragged_attention(
-    query: Tensor,  # [B, H, W, D] floating, any strides but 1 in the last dimension
+    query: Tensor,  # [B, H, W, D] floating, contiguous in the last dimension, other strides free
     keys: Tensor,  # [slots, H_kv, capacity, D] likewise, same dtype
     values: Tensor,  # [slots, H_kv, capacity, D] likewise
     seq_lens: Tensor,  # [B] int64, keys of each row before this call
@@ -30,12 +30,15 @@ def ragged_attention(
     kv_length: int | None = None,  # no query sees a key at or beyond it; None: capacity
     num_valid: Tensor | None = None,  # [B] int64, columns of each row that are no padding; None: W
 ) -> Tensor:
-    """Attention [B, W, H, D], contiguous, of W new columns whose K and V the cache already holds at seq_lens + i.
+    """Attention [B, W, H, D], contiguous, of W new columns. The cache must already hold their K and V at seq_lens + i.
 
-    Column i of a row sees the keys up to position seq_lens + i; see `attention_reference.ragged_attention`. What a row
-    gives does not depend on the other rows, its slot, the capacity or kv_length: from the Triton kernel bit for bit, from
-    the torch twin to rounding, as torch cuts and sums by the shapes of a call. Give num_valid wherever columns may be
-    padding: else what the cache holds in their place, if it is not finite, reaches the columns before.
+    Column i of a row sees the keys up to position seq_lens + i; see `attention_reference.ragged_attention`.
+
+    A row's result does not depend on the other rows, its slot, the capacity or kv_length. The Triton kernel keeps this bit for
+    bit, the torch twin to rounding, because torch cuts and sums by the shapes of a call.
+
+    Pass num_valid wherever columns may be padding. Otherwise what the cache holds in their place, if it is not finite, reaches the
+    columns before them.
 
     Raises:
         ValueError: naming the argument whose type, shape, dtype, device, strides or value does not fit.
@@ -71,7 +74,7 @@ def ragged_attention(
 
 
 def scatter_kv(
-    keys: Tensor,  # [slots, H_kv, capacity, D] floating, any strides but 1 in the last dimension; written
+    keys: Tensor,  # [slots, H_kv, capacity, D] floating, contiguous in the last dimension, other strides free; written
     values: Tensor,  # [slots, H_kv, capacity, D] likewise, same dtype; written
     new_keys: Tensor,  # [B, H_kv, W, D] likewise
     new_values: Tensor,  # [B, H_kv, W, D] likewise
@@ -82,7 +85,7 @@ def scatter_kv(
 ) -> None:
     """Write the K and V of the first num_valid columns of each row at seq_lens, seq_lens + 1, ..., in place.
 
-    Columns that are padding write nothing, nor do those beyond the capacity. The torch twin waits for the device.
+    Other columns are padding and write nothing, nor do those beyond the capacity. The torch twin waits for the device.
 
     Raises:
         ValueError: naming the argument whose shape, dtype, device, strides or value does not fit.
@@ -104,7 +107,7 @@ def scatter_kv(
 
 
 def _check_caches(keys: Tensor, values: Tensor, name: str, new: Tensor) -> None:
-    """keys and values [slots, H_kv, capacity, D], and what goes with them, [B, heads, W, D]."""
+    """Of keys and values [slots, H_kv, capacity, D], and of `new` [B, heads, W, D]: dtype, head size, strides, shapes."""
     check_tensor("keys", keys)
     for label, tensor in (("keys", keys), ("values", values), (name, new)):
         check_tensor(label, tensor, keys.device)

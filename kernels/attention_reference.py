@@ -1,6 +1,6 @@
 """The torch twins of `attention.ragged_attention` and `cache.scatter_kv`: their specification.
 
-Attention is computed in float32, or in float64 when the tensors are float64, from the whole matrix of logits.
+Attention is computed from the whole matrix of logits, in float32, or in float64 when the tensors are float64.
 """
 
 import torch
@@ -22,12 +22,14 @@ def ragged_attention(
     kv_length: int | None = None,  # no query sees a key at or beyond it; None: capacity
     num_valid: Tensor | None = None,  # [B] int64, columns of each row that are no padding; None: W
 ) -> Tensor:
-    """Attention [B, W, H, D], contiguous, of W new columns over the cache, which holds their K and V already; dtype of the query.
+    """Attention [B, W, H, D], contiguous, in the dtype of the query, of W new columns whose K and V the cache already holds.
 
-    The query of column i stands at position p = seq_lens + i. It sees the keys j <= p with j > p - window, j < kv_length
-    and j < seq_lens + num_valid; all else in the cache may hold anything. Head h reads key head h // (H / H_kv). A softcap
-    c makes of a logit s: c tanh(s / c) (Gemma 2, arXiv 2408.00118). A sink is one more logit of its head, whose value is
-    0 (gpt-oss). A query that sees nothing gives 0.
+    - The query of column i is at position p = seq_lens + i. It sees the keys j <= p with j > p - window, j < kv_length and
+      j < seq_lens + num_valid. The rest of the cache may hold anything.
+    - Head h reads key head h // (H / H_kv).
+    - A softcap c turns a logit s into c tanh(s / c) (Gemma 2, arXiv 2408.00118).
+    - A sink is one more logit of its head, whose value vector is 0 (gpt-oss).
+    - A query that sees nothing gives 0.
     """
     batch, _, width, head_dim = query.shape
     num_kv_heads, capacity = keys.shape[1:3]
@@ -44,7 +46,7 @@ def ragged_attention(
     visible = visible[:, None, None]  # [B, 1, 1, W, L]
 
     k = keys[:, :, :kv_length][rows].to(dtype)
-    # A probability of 0 does not silence a NaN.
+    # 0 times NaN is NaN, so values that no query sees are set to 0.
     v = values[:, :, :kv_length][rows].to(dtype).where(written[:, None, :, None], 0)
     q = query.to(dtype).unflatten(1, (num_kv_heads, -1))  # [B, H_kv, H / H_kv, W, D]
     logits = torch.einsum("bhgwd, bhld -> bhgwl", q, k) * (head_dim**-0.5 if scale is None else scale)
@@ -71,7 +73,7 @@ def scatter_kv(
 ) -> None:
     """Write the K and V of the first num_valid columns of each row at seq_lens, seq_lens + 1, ... of its slot.
 
-    Other columns write nothing, nor do those that would stand outside [0, capacity).
+    Other columns write nothing, nor do those whose position is outside [0, capacity).
     """
     batch, _, width, _ = new_keys.shape
     column = torch.arange(width, device=keys.device)

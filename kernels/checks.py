@@ -1,5 +1,5 @@
-"""What the calls ask of their arguments before anything is worked out: by type, dtype, shape and device, never by the values of a
-tensor, which would wait for its device."""
+"""Checks of arguments before a call: of type, dtype, shape and device. Never of the values of a tensor: reading them would wait for
+its device."""
 
 import math
 import operator
@@ -24,7 +24,7 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None) -> N
 
 
 def as_float(name: str, value: Any, least: float = -math.inf) -> float:
-    """A number >= `least` of Python or NumPy as Triton takes it, which knows Python's own alone; else a ValueError."""
+    """A number of Python or NumPy as a float of Python, the only kind that Triton takes; ValueError unless it is >= `least`."""
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             if (number := float(value)) >= least:
@@ -33,7 +33,7 @@ def as_float(name: str, value: Any, least: float = -math.inf) -> float:
 
 
 def as_int(name: str, value: Any) -> int:
-    """The same of a whole number; that of a tensor would have to be waited for."""
+    """The same for a whole number. A tensor is refused: reading it would wait for its device."""
     if not isinstance(value, (bool, Tensor)):
         with suppress(TypeError):
             return operator.index(value)

@@ -1,7 +1,7 @@
-"""What users call: the same operations on any device, from Triton or from torch.
+"""The public calls `row_stats`, `sample` and `verify`: the same operations on any device, from Triton or from torch.
 
 Triton serves CUDA and ROCm tensors, torch all others. ENGINE_KERNELS=triton|torch overrides the choice; `triton` with
-TRITON_INTERPRET=1 runs the kernels on CPU tensors.
+TRITON_INTERPRET=1 runs the kernels on CPU tensors. float64 is always served by torch.
 """
 
 import os
@@ -16,7 +16,7 @@ from .records import Draws, RowStats, Verdict
 
 LOSSLESS_METHODS = ("rejection", "block", "coupled")
 METHODS = (*LOSSLESS_METHODS, "typical")
-_NEEDED, _WHOLE = ("seed", "position"), ("seed", "position", "origin")  # there is no call without; int64
+_NEEDED, _WHOLE = ("seed", "position"), ("seed", "position", "origin")  # required; int64
 
 
 def row_stats(
@@ -55,12 +55,12 @@ def sample(
     seed: Tensor,  # [B] int64
     position: Tensor,  # [B] int64, absolute position of the token drawn from column 0
     origin: Tensor | None = None,  # [B] int64, position of the round's first drafted token; None: 0
-    stream: int = philox.SAMPLE,  # philox.DRAFT when drafting
+    stream: int = philox.SAMPLE,  # philox.DRAFT when drafting for rejection or block
     logit_bias: Tensor | None = None,  # [V], [B, V] or [B, W, V] floating, added to the logits
     token_mask: Tensor | None = None,  # [V], [B, V] or [B, W, V] bool, False = excluded
     return_logprobs: bool = False,
 ) -> Draws:
-    """One token per row and the stats of the rows, in one reading; see `reference.sample`.
+    """One token per row, and the stats of the rows; see `reference.sample`. The logits are read once, and in part again with filters.
 
     Raises:
         ValueError: naming the argument whose type, shape, dtype, device or value does not fit.
@@ -84,7 +84,7 @@ def sample(
 
 def verify(
     target_logits: Tensor,  # [B, K+1, V_target], or packed [N, V_target], any floating dtype, any row stride
-    draft_tokens: Tensor,  # [B, K] int64, -1 where a row proposes fewer
+    draft_tokens: Tensor,  # [B, K] int64; the draft of a sequence ends at its first -1
     draft_logits: Tensor | None = None,  # [B, K, V_draft] the logits the drafts were drawn from; None: one-hot
     draft_stats: RowStats | None = None,  # of draft_logits, [B, K], if the sampler already computed them
     *,
@@ -102,18 +102,17 @@ def verify(
     typical_epsilon: float = 0.09,
     typical_delta: float = 0.3,
 ) -> Verdict:
-    """How many drafts stand, and the next token; see `reference.verify` for the rules and `Status` for the flags.
+    """How many drafts are accepted, and the next token; see `reference.verify` for the rules and `Status` for the flags.
 
-    `rejection`, `block` and `coupled` leave the target's distribution as it is. `typical` (Medusa's acceptance: a draft
-    stands while p(x) > min(typical_epsilon, typical_delta * exp(-entropy of p))) does not: it is lossy. `coupled` and
-    `typical` do not look at draft_logits.
+    `rejection`, `block` and `coupled` are lossless. `typical` is lossy: it is Medusa's acceptance, where a draft is accepted
+    while p(x) > min(typical_epsilon, typical_delta * exp(-entropy of p)). `coupled` and `typical` ignore draft_logits.
 
     Target and draft rows go through the same bias, mask, temperature and filters. V_draft may differ from V_target: a
     token that a vocabulary lacks has probability 0 in it.
 
-    With `cu_num_logits` the target's rows are packed: those from cu_num_logits[b] up to cu_num_logits[b+1] belong to
-    sequence b, in ascending order, and may be fewer than K+1 as its drafts are fewer; what it has not is as a row that is -inf
-    throughout, and is not read. logit_bias and token_mask are then [V], [B, 1, V] or packed as well, [N, V].
+    With `cu_num_logits` the target's rows are packed. Those from cu_num_logits[b] up to cu_num_logits[b+1] (exclusive) belong to
+    sequence b, in ascending order. They may be fewer than K+1 where its drafts are fewer. A row that is missing counts as -inf
+    throughout and is not read. logit_bias and token_mask are then [V], [B, 1, V] or packed as well, [N, V].
 
     Raises:
         ValueError: naming the argument whose type, shape, dtype, device or value does not fit.
@@ -187,7 +186,7 @@ def _check_drafts(
 
 
 def _check_layout(target_logits: Tensor, draft_tokens: Tensor, cu_num_logits: Tensor | None) -> None:
-    """Whether there is a row of logits for each draft and one more, or they are packed."""
+    """The target must have K+1 rows of logits for K drafts, unless they are packed."""
     batch, num_drafts = draft_tokens.shape
     if cu_num_logits is not None:
         check_tensor("cu_num_logits", cu_num_logits, target_logits.device)
@@ -219,7 +218,7 @@ def _check_stats(stats: RowStats, draft_tokens: Tensor) -> None:
 
 
 def _check_rows(batch: int, device: torch.device, **values: Tensor | None) -> None:
-    """What there is one of for each sequence; None is for those that may be left out."""
+    """Arguments with one value per sequence, [B]; None: the argument was left out."""
     for name, value in values.items():
         if value is None and name not in _NEEDED:
             continue
@@ -240,7 +239,7 @@ def _check_rows(batch: int, device: torch.device, **values: Tensor | None) -> No
 def _check_vocabulary(
     logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None, packed: int | None = None
 ) -> None:
-    """`packed`: of so many sequences; None: they are not."""
+    """`packed`: the number of sequences whose rows are packed in `logits`; None: they are not packed."""
     if logit_bias is token_mask is None:
         return
     size = logits.shape[-1]

@@ -1,6 +1,6 @@
-"""The torch twin of every kernel: the specification that the Triton versions are held against.
+"""The torch twins of `row_stats`, `sample` and `verify`: the specification of the Triton kernels.
 
-Everything is computed in float32, or in float64 when the logits are float64 (those of the target, for `verify`). p is the target's
+Everything is computed in float32, or in float64 when the logits (of the target, for `verify`) are float64. p is the target's
 distribution, q the drafter's, both after logit bias, token mask, temperature and filters.
 
 - rejection: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318
@@ -8,7 +8,7 @@ distribution, q the drafter's, both after logit bias, token mask, temperature an
 - coupled: Daliri et al., arXiv 2408.07978
 - typical: Cai et al. (Medusa), arXiv 2401.10774; the only one that is not lossless
 
-The rows are in rows.py, which drafts stand in reference_acceptance.py, the draws in draw.py, the random numbers in philox.py.
+Rows as distributions are in rows.py, the acceptance tests in reference_acceptance.py, draws in draw.py, random numbers in philox.py.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from .numerics import argmax, bounds, chunks, computed, finite, places, resize, 
 from .records import Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, residual
 from .rows import Rows, Temperatures, unpacked
-from .rows import adjusted as adjusted  # these two are part of this module too
+from .rows import adjusted as adjusted  # exported from this module too, as is log_prob
 from .rows import log_prob as log_prob
 
 Given = ParamSpec("Given")
@@ -44,8 +44,8 @@ def row_stats(
 ) -> RowStats:
     """Threshold, log-sum-exp and argmax per row: fields of shape [B] or [B, W].
 
-    top-k, then top-p of what top-k left, then min-p move the threshold, with the meaning of transformers' warpers,
-    except that every token that ties with the last kept one stays.
+    Three filters move the threshold, in this order: top-k, top-p of what top-k left, min-p. They mean what transformers' warpers
+    mean, except that every token that ties with the last kept one is kept.
     """
     filters = (top_k, top_p, min_p)
     return Rows.of(adjusted(logits, logit_bias, token_mask), Temperatures.of(temperature), filters).stats
@@ -67,8 +67,9 @@ def sample(
     token_mask: Tensor | None = None,  # likewise, bool
     return_logprobs: bool = False,
 ) -> Draws:
-    """One token per row: argmax(logit / T + Gumbel(seed, position, token)) over the kept tokens; column w decides the
-    token at position + w. Greedy rows take the argmax."""
+    """One token per row: argmax(logit / T + Gumbel(seed, position, origin, stream, token)) over the kept tokens.
+
+    Column w decides the token at position + w. Greedy rows take the argmax."""
     p = Rows.of(adjusted(logits, logit_bias, token_mask), Temperatures.of(temperature), (top_k, top_p, min_p))
     tokens = _own_tokens(p, seed, position, 0 if origin is None else origin, stream)
     valid = finite(p.stats.lse)
@@ -77,7 +78,7 @@ def sample(
 
 
 def _without_autograd(function: Callable[Given, Verdict]) -> Callable[Given, Verdict]:
-    """In inference mode, because it makes small operations cheaper; what is returned are ordinary tensors."""
+    """Run in inference mode, which makes small operations cheaper, and return ordinary tensors."""
 
     @wraps(function)
     def run(*args: Given.args, **kwargs: Given.kwargs) -> Verdict:
@@ -92,7 +93,7 @@ def _without_autograd(function: Callable[Given, Verdict]) -> Callable[Given, Ver
 @_without_autograd
 def verify(
     target_logits: Tensor,  # [B, K+1, V_target], or packed [N, V_target], any floating dtype
-    draft_tokens: Tensor,  # [B, K] int64, -1 where a row proposes fewer
+    draft_tokens: Tensor,  # [B, K] int64; the draft of a sequence ends at its first -1
     draft_logits: Tensor | None = None,  # [B, K, V_draft]; None: one-hot
     draft_stats: RowStats | None = None,  # of draft_logits, fields [B, K]
     *,
@@ -110,18 +111,18 @@ def verify(
     typical_epsilon: float = 0.09,
     typical_delta: float = 0.3,
 ) -> Verdict:
-    """How many drafts stand, and the next token; with u_i a uniform number per drafted position:
+    """How many drafts are accepted, and the next token. With u_i a uniform number per drafted position:
 
-    - rejection: draft i stands while u_i q(x_i) < p(x_i); after a rejection the next token comes from max(p - q, 0).
-    - block: with s_0 = 1 and s_i = min(s_{i-1} p(x_i) / q(x_i), 1), the longest prefix of i drafts stands for which
-      u_i < h_i; the next token comes from max(s_i p - q, 0). h_i is in `block_test`.
-    - coupled: draft i stands while it is what `sample` draws from the target's row with the same noise.
-    - typical: draft i stands while p(x_i) > min(epsilon, delta exp(-entropy of p)); q is not looked at. Lossy.
+    - rejection: draft i is accepted while u_i q(x_i) < p(x_i). After a rejection the next token comes from max(p - q, 0).
+    - block: s_0 = 1 and s_i = min(s_{i-1} p(x_i) / q(x_i), 1). The longest prefix of i drafts with u_i < h_i is accepted; h_i is in
+      `block_test`. After a rejection the next token comes from max(s_i p - q, 0).
+    - coupled: draft i is accepted while it is what `sample` draws from the target's row with the same noise.
+    - typical: draft i is accepted while p(x_i) > min(epsilon, delta exp(-entropy of p)). q is ignored. Lossy.
 
-    Where all stand, the next token comes from the target's next row. Greedy rows keep drafts while they are the argmax.
+    If all are accepted, the next token comes from the target's next row. Greedy rows accept drafts while they are the argmax.
     """
     num_drafts = draft_tokens.shape[1]
-    if cu_num_logits is not None:  # a row that a sequence has not is -inf throughout
+    if cu_num_logits is not None:  # missing rows become -inf throughout
         target_logits = unpacked(target_logits, cu_num_logits, num_drafts + 1, -torch.inf)
         if logit_bias is not None and logit_bias.dim() == 2:
             logit_bias = unpacked(logit_bias, cu_num_logits, num_drafts + 1, 0)
@@ -144,7 +145,7 @@ def verify(
     never_greedy, greedy = temperatures.never_greedy, temperatures.greedy(seed)
     column = torch.arange(num_drafts + 1, device=seed.device)
 
-    # How many drafts stand.
+    # How many drafts are accepted.
     tests = draft_tests(p, q, draft_tokens, column, greedy)
     own = p.stats.argmax
     prefix = None  # s_0 ... s_K of block; None: 1
@@ -152,7 +153,7 @@ def verify(
         own = _own_tokens(p, seed, position, 0, philox.SAMPLE)
         passed = draft_tokens == own[:, :num_drafts]
     elif method == "typical":
-        most = min(typical_epsilon, 2.0)  # as p < 2; clamp takes no number beyond float32
+        most = min(typical_epsilon, 2.0)  # p < 2 anyway, and clamp takes no number beyond float32
         passed = tests.p > torch.clamp(typical_delta * torch.exp(-entropy(p)[:, :num_drafts]), max=most)
     else:
         u = philox.uniform(seed[:, None], position[:, None] + column[:-1], position[:, None], philox.ACCEPT)
@@ -202,14 +203,14 @@ def _narrow_stats(stats: RowStats) -> RowStats:
 
 
 def _greedy_verdict(target: Tensor, draft_tokens: Tensor) -> Verdict | None:
-    """By the argmaxes alone, which decide where all rows are greedy; None if a row may be no distribution."""
+    """The verdict where all rows are greedy: the argmaxes alone decide. None if a row may be no distribution."""
     parts = [argmax(computed(rows)) for (rows,) in chunks(target.shape[-1], target.flatten(0, 1))]
     likeliest = torch.cat(parts).view(target.shape[:2])
     low, high = bounds(target.gather(-1, likeliest[..., None]))
     if not -torch.inf < low <= high < torch.inf:
         return None
     stands = (draft_tokens == likeliest[:, :-1]).long().cumprod(dim=1)
-    # Drafts that stand are the argmaxes, and so is what comes after them.
+    # Accepted drafts are the argmaxes, and so is the next token.
     tokens = torch.cat([likeliest[:, :1], likeliest[:, 1:].where(stands > 0, -1)], dim=1)
     num_accepted = stands.sum(dim=1)
     return Verdict(tokens, num_accepted, torch.zeros_like(num_accepted))
@@ -223,8 +224,9 @@ def _next_weights(
     num_accepted: Tensor,  # [B]
     rejected: Tensor,  # [B] bool
 ) -> tuple[Tensor, Tensor | None]:
-    """What the next token is drawn by [B, V]: max(s p - q, 0) where a draft was rejected, p elsewhere, and p again where
-    that residual is empty [B] bool; None: nowhere."""
+    """Weights [B, V] that the next token is drawn by, and where a residual is empty ([B] bool; None: nowhere).
+
+    The weights are the residual max(s p - q, 0) where a draft was rejected, and p elsewhere or where the residual is empty."""
     size, num_drafts = p.logits.shape[-1], draft_tokens.shape[1]
     every = torch.arange(len(rejected), device=rejected.device)
     parts, empty = [], None
