@@ -1,6 +1,6 @@
-"""Drawing an id by weights in torch, by token or in two levels; jit_draw.py has the kernels'.
+"""Drawing an id by weights in torch, by token or in two levels; jit_draw.py does the same in the kernels.
 
-argmax of log weight + Gumbel noise (Gumbel 1954; Maddison et al., arXiv 1411.0030)
+A draw is the argmax of log weight + Gumbel noise (Gumbel 1954; Maddison et al., arXiv 1411.0030).
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from .numerics import argmax
 from .records import DRAW_BLOCK
 
 _LIKELIEST = 8  # groups of a row that are looked at first
-_ROUNDING = 0.001  # more than all of it, of values between which a draw decides
+_ROUNDING = 0.001  # more than all rounding errors of the values that a draw compares
 
 
 def draw_by_token(log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor, stream: int) -> Tensor:
     """One id per row with probability proportional to exp(log_weights): [N, V], seed, position and origin [N] -> [N] int64.
 
-    Every token has its own noise, so that two rows that are close draw the same token as often as they can.
+    Every token has its own noise, so two rows that are close draw the same token as often as they can.
     """
     if log_weights.device.type == "cpu" and log_weights.shape[-1] > _LIKELIEST * philox.GROUP:
         return torch.from_numpy(_Race(log_weights, seed, position, origin, stream).winners())
@@ -29,7 +29,9 @@ def draw_by_token(log_weights: Tensor, seed: Tensor, position: Tensor, origin: T
 
 
 class _Race:
-    """What argmax(log_weights + philox.race(...)) is, from the noise of few groups: that of the first token of each bounds the others'."""
+    """argmax(log_weights + philox.race(...)) from the noise of few groups.
+
+    In each group the noise of the token that arrives first bounds that of the others (see `philox.first_arrivals`)."""
 
     def __init__(self, log_weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor, stream: int) -> None:
         self.weights: NDArray[Any] = log_weights.detach().numpy()
@@ -57,14 +59,14 @@ class _Race:
         return np.minimum(self.token, self.size - 1)  # a row without a distribution may have no winner
 
     def _run(self, row: NDArray[np.int64], group: NDArray[np.int64]) -> None:
-        """Take the tokens of these groups into account that are not the first."""
+        """Take the other tokens of these groups into account, those that do not arrive first."""
         if not len(row):
             return
         seed, position, origin, stream = self.counter
         index = group[:, None] * (philox.GROUP // 4) + np.arange(philox.GROUP // 4)
         words = philox.philox(seed[row, None], index, position[row, None], origin[row, None], stream)
         words = words.reshape(len(row), -1)
-        # Whoever arrives later than this cannot win, as a word tells before any logarithm.
+        # A token that arrives later than `latest` cannot win. Its random word shows that before any logarithm.
         first = self.times[row, group].astype(np.float64)
         latest = first * np.exp(np.minimum(self.bound[row, group] - self.top[row], 64))
         early = words <= (-np.expm1(first - latest) * 2.0**32 + 2.0**12)[:, None]
@@ -86,8 +88,8 @@ class _Race:
 def draw(weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int) -> Tensor:
     """One id per row with probability proportional to its weight: [N, V], seed and position [N] -> [N] int64.
 
-    In two levels: first a block of DRAW_BLOCK tokens by its mass, then a token inside it. Costs noise for one block instead of
-    all of them, and where there is only one block it draws the tokens of `draw_by_token`."""
+    In two levels: first a block of DRAW_BLOCK tokens by its mass, then a token inside it. This needs the noise of one block's tokens
+    instead of all. Where there is only one block, it draws the tokens of `draw_by_token`."""
     size = weights.shape[-1]
     if size <= DRAW_BLOCK:
         return argmax(weights.log() + philox.race(seed, position, origin, stream, size))
@@ -99,7 +101,7 @@ def draw(weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, 
 
 
 def _block_at(weights: Tensor, first: Tensor) -> Tensor:
-    """The DRAW_BLOCK weights from `first` [...] on, 0 behind the last: [..., V] -> [..., DRAW_BLOCK]."""
+    """The DRAW_BLOCK weights from `first` [...] on, 0 beyond the vocabulary: [..., V] -> [..., DRAW_BLOCK]."""
     size = weights.shape[-1]
     if first.device.type == "cpu" and first.numel() == 1 and first.item() + DRAW_BLOCK <= size:
         return weights.narrow(-1, int(first.item()), DRAW_BLOCK)
@@ -109,7 +111,7 @@ def _block_at(weights: Tensor, first: Tensor) -> Tensor:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Of blocks of DRAW_BLOCK, the last of which may be shorter: [..., V] -> [..., blocks]."""
+    """Sums over blocks of DRAW_BLOCK, the last of which may be shorter: [..., V] -> [..., blocks]."""
     size = weights.shape[-1]
     whole = size - size % DRAW_BLOCK
     sums = weights[..., :whole].unflatten(-1, (-1, DRAW_BLOCK)).sum(dim=-1)

@@ -1,8 +1,8 @@
-"""Passes over rows of numbers in torch: exponentials and their sums, rows taken out, and rows chunk by chunk.
+"""Passes over rows of numbers in torch: exponentials and their sums, selected rows, and rows chunk by chunk.
 
-On CPU it is the passes over memory that cost, so rows are taken in chunks, and work that would change nothing is left out:
-`bounds` tells. Elsewhere nothing depends on values, because looking at them would wait for the device, and all rows are one
-chunk.
+On a CPU the passes over memory are what costs. So rows are taken in chunks, and work that would change nothing is left out, as
+`bounds` tells. On other devices nothing depends on values, because looking at them would wait for the device, and all rows are
+one chunk.
 """
 
 import math
@@ -14,41 +14,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Logits. Of larger chunks the intermediate results leave the cache, and malloc may ask the system for their memory anew in
-# every call, whose page faults cost more than the work: 4,000 of them for 8 rows of 5 times 49,152. Smaller ones are more calls.
+# Logits. With larger chunks, intermediate results leave the cache, and malloc may ask the system for their memory anew in every
+# call. The page faults then cost more than the work: 4,000 of them for 8 rows of 5 times 49,152. Smaller chunks are more calls.
 CHUNK = 1 << 19
 LOG2_E = math.log2(math.e)
-SHARED = 1 << 15  # numbers; torch shares the work on more of them out among its threads
-LANES = 32  # numbers of two vectors of AVX-512, which torch takes at once
+SHARED = 1 << 15  # numbers; torch divides the work on more of them among its threads
+LANES = 32  # numbers in two vectors of AVX-512, which torch processes at once
 SMALL, LARGE = 2.0**-60, 2.0**60  # between them a sum of float32 has lost nothing by underflow or overflow
 
 
 def computed(logits: Tensor) -> Tensor:
-    """In the dtype of the computation: float64 as it is, float32 for all others."""
+    """Logits in the dtype of the computation: float64 stays, all others become float32."""
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
 def _has_fast_exp2(values: Tensor) -> bool:
-    """On CPU the exp of float32 takes three times as long as exp2, and far longer where there is -inf; the error of
+    """On a CPU the exp of float32 takes three times as long as exp2, and far longer where there is -inf. In return, the error of
     exp2(x log2(e)) grows to |x| / 2 units in the last place."""
     return values.device.type == "cpu" and values.dtype != torch.float64
 
 
 def exp(values: Tensor) -> Tensor:
-    """Of float32 or float64."""
+    """exp of float32 or float64."""
     return _exp2_(values * LOG2_E) if _has_fast_exp2(values) else values.exp()
 
 
 def exp_(values: Tensor) -> Tensor:
-    """The same in place, where no new memory has to be had from the system, which can take longer than the work."""
+    """The same in place, which saves getting new memory from the system. That can take longer than the work."""
     return _exp2_(values.mul_(LOG2_E)) if _has_fast_exp2(values) else values.exp_()
 
 
 def _exp2_(values: Tensor) -> Tensor:
-    """2 to the power of each of contiguous numbers, in place, by one and the same function.
+    """2 to the power of each number, in place, all by the same function. The numbers must be contiguous.
 
-    Torch has another one, which rounds otherwise, for what each thread's share leaves behind its last whole vectors; a row would
-    depend on where it ends. So these numbers are made whole vectors."""
+    Torch uses another function, which rounds differently, for the numbers after the last whole vector of each thread's share. A row
+    would then depend on where it ends. So these numbers are padded to whole vectors."""
     size = values.numel()
     step = LANES if size <= SHARED else LANES * min(torch.get_num_threads(), -(-size // SHARED))
     rest = size % step
@@ -61,9 +61,10 @@ def _exp2_(values: Tensor) -> Tensor:
 
 
 def row_sums(values: Tensor) -> Tensor:
-    """The sum of each row: [..., V] -> [...], of contiguous numbers.
+    """The sum of each row: [..., V] -> [...]. The numbers must be contiguous.
 
-    Torch has all threads sum a single long row, which adds in another order; of two rows each has one thread."""
+    A single long row is summed by all threads of torch, which adds in another order. Two rows are summed by one thread each, so a
+    single row is summed twice."""
     size = values.numel()
     if size == values.shape[-1] >= SHARED and values.device.type == "cpu" and torch.get_num_threads() > 1:
         return values.expand(2, *values.shape).sum(dim=-1)[0]
@@ -71,17 +72,18 @@ def row_sums(values: Tensor) -> Tensor:
 
 
 def log_sum_exp(logits: Tensor, scale: Tensor | None = None, threshold: Tensor | None = None) -> Tensor:
-    """log of the sum of exp(logit * scale) over tokens with logit >= threshold: logits [..., V], the others and the result
-    [...]. NaN where there is +inf."""
+    """log of the sum of exp(logit * scale) over tokens with logit >= threshold. NaN where there is +inf.
+
+    logits are [..., V], scale, threshold and the result [...]."""
     factor = 1.0 if scale is None else scale[..., None]
     if _has_fast_exp2(logits):
         total = row_sums(_exp2_(kept(logits, factor * LOG2_E, threshold)))
     else:
         total = row_sums(kept(logits, factor, threshold).exp_())
     low, high = bounds(total)
-    if SMALL < low <= high < LARGE:  # as they mostly are; nothing that was lost counts beside such a sum
+    if SMALL < low <= high < LARGE:  # the usual case: whatever was lost does not count in such a sum
         return total.log_()
-    sound = (total > SMALL) & (total < LARGE)  # these rows have what they have beside others like them, to the bit
+    sound = (total > SMALL) & (total < LARGE)  # such rows keep their sum, whatever the others are
     values = kept(logits, factor, threshold)
     peak = finite_peak(values)
     shifted = row_sums(exp_(values.sub_(peak[..., None]))).log_().add_(peak)
@@ -89,9 +91,9 @@ def log_sum_exp(logits: Tensor, scale: Tensor | None = None, threshold: Tensor |
 
 
 def kept(logits: Tensor, scale: Tensor | float, threshold: Tensor | None) -> Tensor:
-    """logit * scale where the logit is not below the threshold and -inf elsewhere, in memory of its own, contiguous.
+    """logit * scale where the logit is not below the threshold, and -inf elsewhere; contiguous, in memory of its own.
 
-    Logits [..., V], scale a number or [..., 1], threshold [...]."""
+    logits are [..., V], scale a number or [..., 1], threshold [...]."""
     values = computed(logits)
     below = None if threshold is None else values < threshold[..., None]
     scaled = (values * scale if values is logits else values.mul_(scale)).contiguous()
@@ -99,14 +101,14 @@ def kept(logits: Tensor, scale: Tensor | float, threshold: Tensor | None) -> Ten
 
 
 def finite_peak(values: Tensor) -> Tensor:
-    """The largest of each row [..., V] -> [...], and the smallest finite number instead of -inf: -inf - -inf is NaN."""
+    """The largest of each row: [..., V] -> [...]. The smallest finite number instead of -inf, because -inf - -inf is NaN."""
     return values.amax(dim=-1).clamp_(min=torch.finfo(values.dtype).min)
 
 
 def argmax(values: Tensor) -> Tensor:
     """The first place of the largest, or of NaN if there is one: [..., V] float32 or float64 -> [...] int64.
 
-    On a CPU by numpy: of 6 rows of 49,152 in 21 us, for which torch takes 400."""
+    On a CPU numpy computes it: for 6 rows of 49,152 it takes 21 us, and torch 400."""
     if values.device.type != "cpu":
         return values.argmax(dim=-1)
     return torch.from_numpy(np.asarray(values.detach().numpy().argmax(axis=-1)))
@@ -118,8 +120,9 @@ def finite(values: Tensor) -> Tensor:
 
 
 def bounds(values: Tensor) -> tuple[float, float]:
-    """The smallest and the largest of the values, NaN if one of them is; (-inf, inf) where reading them would wait for a
-    device, so that nothing seems to be known."""
+    """The smallest and the largest of the values; NaN if one of them is NaN.
+
+    (-inf, inf) where reading them would wait for a device: then nothing is known."""
     if values.device.type != "cpu":
         return -math.inf, math.inf
     if not values.numel():
@@ -153,13 +156,15 @@ def take(values: Tensor, sequence: Tensor, index: Tensor) -> Tensor:
 
 
 def places(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequence and index [B * W] of each of the rows [B, W]."""
+    """Sequence and index of each of the rows [B, W]: [B * W] each."""
     row = torch.arange(rows.numel(), device=rows.device)
     return row // rows.shape[1], row % rows.shape[1]
 
 
 def chunks(size: int, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Values [N, ...] cut along N, None where one is None, as the first is not; each of the N stands for `size` numbers to work on."""
+    """Values [N, ...] cut along N into chunks; each of the N stands for `size` numbers to work on.
+
+    A value that is None gives None in every chunk. The first value is not None."""
     first, most = values[0], max(1, CHUNK // size)
     if first is None or first.device.type != "cpu" or len(first) <= most:
         yield values
@@ -168,7 +173,7 @@ def chunks(size: int, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:
 
 
 def those(condition: Tensor) -> Tensor | None:
-    """Where a condition [N] holds; None: throughout, or it is not known where without waiting for a device."""
+    """Where a condition [N] holds. None: everywhere, or only known by waiting for a device."""
     if condition.device.type != "cpu" or all(condition.tolist()):
         return None
     return condition.nonzero().squeeze(1)

@@ -3,16 +3,15 @@
 key      the row's 64-bit seed
 counter  (index, position, origin, stream), 32 bits each
 
-`position` is the absolute index in the sequence of the token being decided, `origin` that of the round's first drafted
-token, `index` the block of four tokens that the number is for: token v takes output v % 4 of index v // 4. Draws in
-two levels number their blocks from BLOCK_LEVEL on, as if they were tokens beyond any vocabulary; group g of a race takes
-outputs 0 and 1 of index GROUP_LEVEL + g. A number that belongs to a position and not to a token (the acceptance test)
-takes output 0 of index 0.
+- position: the absolute index in the sequence of the token being decided.
+- origin: the position of the round's first drafted token.
+- index: the block of four tokens that the number is for. Token v takes output v % 4 of index v // 4. Draws in two levels number
+  their blocks from BLOCK_LEVEL on, as if they were tokens beyond any vocabulary. Group g of a race takes outputs 0 and 1 of index
+  GROUP_LEVEL + g. A number that belongs to a position and not to a token (the acceptance test) takes output 0 of index 0.
+- stream: the purpose. Streams are disjoint. SAMPLE has origin 0, so that plain decoding and the bonus token of a round draw alike.
+  The others have their round's origin, because a later round may decide a position again.
 
-Streams are disjoint. SAMPLE has origin 0, so that plain decoding and the bonus token of a round draw alike; the others
-carry their round's origin, because a position may be decided anew in a later round.
-
-This file is the torch twin (any device, no global generator) and imports no Triton; jit_random.py has the kernels'.
+This file is the torch twin (any device, no global generator) and imports no Triton; jit_random.py does the same in the kernels.
 """
 
 from collections.abc import Sequence
@@ -35,14 +34,14 @@ _MASK = 0xFFFFFFFF
 ROUNDS = 10
 UNIFORM_MAX = 1.0 - 2.0**-24  # the largest float32 below 1
 
-# Of `_words_in_numpy`, where numbers are arrays because those cost less in each call. For the two halves of a round, which
-# change places from one round to the next: the shift of the seed and what is added to it for the key, and the multiplier.
+# For `_words_in_numpy`. Numbers are arrays here because these cost less in each call. Each constant is a pair for the two halves of a
+# round, which change places from one round to the next: shifts of the seed and what is added to them for the key, and multipliers.
 _MASK_64, _32 = np.array(_MASK, dtype=np.uint64), np.array(32, dtype=np.uint64)
 _SHIFTS = np.array([[0, 32], [32, 0]] * (ROUNDS // 2), dtype=np.uint64)
 _ADDED = np.array([[WEYL_0 * i, WEYL_1 * i][:: 1 - 2 * (i % 2)] for i in range(ROUNDS)], dtype=np.uint64)
 _MULTIPLIERS = np.array([[MUL_1, MUL_0], [MUL_0, MUL_1]], dtype=np.uint64)
 
-Array = Any  # an int64 tensor; or an int; or, as if on the CPU, a numpy array: of a few numbers its calls cost a third
+Array = Any  # an int64 tensor, an int, or a numpy array in place of a tensor on the CPU: for few numbers its calls cost a third
 
 
 def philox(seed: Array, index: Array, position: Array, origin: Array, stream: Array) -> Array:
@@ -50,7 +49,7 @@ def philox(seed: Array, index: Array, position: Array, origin: Array, stream: Ar
 
     Args:
         seed, index, position, origin: int64, broadcast against each other; the last three are taken modulo 2**32. The
-            seed is a tensor or a numpy array, and no other is a tensor where it is an array.
+            seed is a tensor or a numpy array. If it is an array, none of the others is a tensor.
         stream: SAMPLE, DRAFT, ACCEPT or RESIDUAL, or an array of them.
 
     Returns:
@@ -88,14 +87,14 @@ def _words(seed: Tensor, counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _words_in_numpy(seed: NDArray[np.int64], counter: Sequence[Array]) -> NDArray[np.int64]:
-    """`_words`, with few calls, most of which do not broadcast: c2 and c0 are one array, c3 and c1 another, each pair
-    changes places from round to round, and all is done in place."""
+    """`_words` with few calls, most of which do not broadcast, and all in place. c2 and c0 are one array, c3 and c1 another; each
+    pair changes places from round to round."""
     shape = np.broadcast(seed, *counter).shape
     inputs = np.empty((4, *(shape or (1,))), dtype=np.int64)
     inputs[1], inputs[3], inputs[0], inputs[2] = counter
     words = inputs.view(np.uint64)
     np.bitwise_and(words, _MASK_64, words)
-    # One key where one seed is for many numbers; as many arrays of keys as there are numbers would leave the cache.
+    # One key where one seed serves many numbers: arrays with a key for each number would not stay in the cache.
     ones = (1,) * (inputs.ndim - 1)
     seed = seed.reshape(ones[seed.ndim :] + seed.shape).view(np.uint64)
     keys = (seed >> _SHIFTS.reshape(ROUNDS, 2, *ones)) + _ADDED.reshape(ROUNDS, 2, *ones) & _MASK_64
@@ -132,10 +131,10 @@ def uniform(seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor
 
 
 def exponential(bits: Array) -> Tensor:
-    """Exponentially distributed float32 numbers of mean 1 from 32-bit words (int64), -log(1 - u).
+    """Exponentially distributed float32 numbers of mean 1 from 32-bit words (int64): -log(1 - u).
 
-    The form with 1 - u keeps the resolution where it decides, at the smallest: with u in steps of 2**-32 near 0, two of
-    150,000 tokens tie about once in 30,000 draws, and not once in 60.
+    The form with 1 - u is finest at the smallest numbers, which decide a draw. As u has steps of 2**-32 near 0, two of 150,000
+    tokens tie about once in 30,000 draws, and not once in 60.
     """
     return uniform_from_bits(bits).neg_().log1p_().neg_()
 
@@ -159,11 +158,11 @@ def gumbel(
 def first_arrivals(
     seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int, groups: int
 ) -> tuple[Tensor, Tensor]:
-    """Of a race: when the first of each group's tokens arrives, and which that is.
+    """In a race: when the first token of each group arrives, and which token that is.
 
     In a race every token arrives after an exponentially distributed time of its own, and -log of that is its Gumbel noise. The
-    first of n arrives after such a time divided by n, whichever it is, and the others each after a time of their own *more*,
-    as what has not happened yet is as far away as ever. So a group's largest noise is known before that of any token.
+    first of n tokens arrives after such a time divided by n, whichever it is. Each of the others arrives a time of its own *later*,
+    because the exponential distribution is memoryless. So a group's largest noise is known before that of any other token.
 
     Args:
         seed, position, origin, stream: [...] int64, broadcast against each other.
@@ -207,8 +206,9 @@ def _words_from(
     stream: Tensor | int,
     *ranges: tuple[Tensor | int, int, int, int],
 ) -> Array:
-    """The words of ranges (first, size, level, count): of `count` indices from level + first / size on. [..., all counts, 4]; a numpy
-    array on the CPU."""
+    """The words of several ranges, side by side: [..., all counts, 4]; a numpy array on the CPU.
+
+    A range (first, size, level, count) stands for `count` indices from level + first / size on."""
     key, *counter = (
         each if isinstance(each, int) else each[..., None] for each in _arrays(seed, position, origin, stream)
     )

@@ -1,6 +1,4 @@
-"""Which drafts stand, for the torch twin of `verify`: p(x), q(x) and the formulas of the rules, before a random number is
-drawn. Papers: reference.py.
-"""
+"""The acceptance tests of the torch twin of `verify`: p(x), q(x) and the formulas of the rules. Papers: reference.py."""
 
 from typing import NamedTuple
 
@@ -14,22 +12,22 @@ from .rows import Rows
 
 
 class DraftTests(NamedTuple):
-    """What is known of the drafts before a uniform number is looked at."""
+    """What is known of the drafts before random numbers come in."""
 
     p: Tensor  # [B, K] p(x_i)
     q: Tensor  # [B, K] q(x_i), 1 for one-hot drafts
     sound: bool  # whether all target rows are known to be distributions
-    fit: Tensor  # [B, K+1] bool: the row and its draft can be tested at all; the draft ends where they cannot
-    status: Tensor | None  # [B, K] why they cannot, if it is the draft's fault; None: it never is
+    fit: Tensor  # [B, K+1] bool: whether the row and its draft can be tested at all; a draft ends where they cannot
+    status: Tensor | None  # [B, K] flags where the draft is the reason that they cannot; None: it never is
 
 
 def draft_tests(p: Rows, q: Rows | None, draft_tokens: Tensor, column: Tensor, greedy: Tensor) -> DraftTests:
-    """Of drafts [B, K] by the rows of p [B, K+1] and q [B, K] (None: one-hot); column is 0 ... K, greedy [B] bool."""
+    """Drafts are [B, K], the rows of p [B, K+1], those of q [B, K] (None: one-hot); column is 0 ... K, greedy [B] bool."""
     low, high = bounds(p.stats.lse)
     sound = -torch.inf < low <= high < torch.inf
     p_of = torch.exp_(p.log_prob_of(draft_tokens))
     q_of = torch.ones_like(p_of) if q is None else torch.exp_(q.log_prob_of(draft_tokens))
-    # q(x) > 0 and finite says that there is a draft, and that finite(q.stats.lse).
+    # Where q(x) is > 0 and finite, there is a draft, and q.stats.lse is finite.
     (low, high), least = (bounds(q_of), 0.0) if q is not None else (bounds(draft_tokens), -1.0)
     if sound and least < low <= high < torch.inf:
         return DraftTests(p_of, q_of, sound, (column < column[-1]).expand(p.stats.lse.shape), None)
@@ -52,10 +50,12 @@ def block_prefix(tests: DraftTests) -> Tensor:
 
 
 def block_test(p: Rows, q: Rows | None, tests: DraftTests, prefix: Tensor, u: Tensor) -> Tensor:
-    """[B, K] bool, of which the longest prefix is right: whether that of i = 1 ... K drafts passes its own test, u_i < h_i,
-    where n drafts are fit. A shorter one whose r_i need not be known counts as failed.
+    """Whether the prefix of i = 1 ... K drafts passes its own test, u_i < h_i: [B, K] bool. n is the number of drafts that are fit.
 
     h_i = r_i / (r_i + 1 - s_i) for i < n, with r_i = sum over v of max(s_i p(v) - q(v), 0) in row i; h_n = s_n.
+
+    Only the longest prefix that passes is right in the result. Shorter ones may be marked as failed, so that their r_i need not be
+    computed.
     """
     if u.shape[1] == 0:
         return u > 0
@@ -71,7 +71,7 @@ def block_test(p: Rows, q: Rows | None, tests: DraftTests, prefix: Tensor, u: Te
 
 
 def _residual_masses(p: Rows, q: Rows | None, tests: DraftTests, s: Tensor, wanted: Tensor) -> Tensor:
-    """r_i for s_i [B, K] where wanted [B, K] bool, which is at i < K only; 0 or r_i elsewhere."""
+    """r_i for s_i [B, K] where `wanted` [B, K] bool is true, at i < K only; elsewhere 0 or r_i."""
     if q is None:  # max(s p - one-hot, 0) sums to s - s p(x)
         return pad(s[:, :-1] * (1 - tests.p[:, 1:]), (0, 1))
     mass, size = torch.zeros_like(s), p.logits.shape[-1]
@@ -94,7 +94,8 @@ def entropy(p: Rows) -> Tensor:
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """max(p - q, 0), not normalised, of [..., V] each.
 
-    Where p and q are close, its error is that of log p and log q: p (1 - q / p), as in the kernels, had up to 1.4 times less in
-    float32, over rows of logits and others that differ from them by 1 to 1e-5. What is below 1e-45 in float32 is nothing here.
+    Where p and q are close, its rounding error comes from that of log p and log q. The kernels' p (1 - q / p) had an error of up to
+    1.4 times less in float32, over rows of logits and others that differ from them by 1 to 1e-5. What is below 1e-45 in float32 is 0
+    here.
     """
     return (p - q).clamp_(min=0)

@@ -1,6 +1,6 @@
-"""Rows of logits as distributions, in torch: what `reference` knows of them before anything is drawn.
+"""Rows of logits as distributions, in torch: their stats and probabilities, for `reference`.
 
-Work that would change nothing (a temperature of 1, a threshold of -inf) is left out where that can be known (numerics.py).
+Work that would change nothing (a temperature of 1, a threshold of -inf) is left out where this can be known (numerics.py).
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ class Temperatures(NamedTuple):
     """The temperatures of the sequences, and what is known of all of them."""
 
     values: Tensor | None  # [B]; None: all are 1
-    never_greedy: bool  # both True only where that is known
+    never_greedy: bool  # this and the next are True only where that is known without waiting
     all_greedy: bool
 
     @staticmethod
@@ -31,13 +31,13 @@ class Temperatures(NamedTuple):
         return Temperatures(None if every_1 else values, low >= GREEDY_BELOW, high < GREEDY_BELOW)
 
     def greedy(self, like: Tensor) -> Tensor:
-        """[B] bool, on the device of `like` [B]. In float32 whatever their dtype, as the kernels do."""
+        """Which rows are greedy: [B] bool on the device of `like` [B]. Compared in float32 whatever the dtype, as in the kernels."""
         return torch.zeros_like(like, dtype=torch.bool) if self.values is None else self.values.float() < GREEDY_BELOW
 
     def scale(self, logits: Tensor) -> Tensor | None:
-        """1 / T [B], and 1 for greedy rows, in the dtype in which `logits` are computed with; None: all are 1.
+        """1 / T [B], and 1 for greedy rows, in the dtype that `logits` are computed with; None: all are 1.
 
-        It is never 0, as 0 times a logit of -inf is NaN."""
+        It is never 0, because 0 times a logit of -inf is NaN."""
         if self.values is None or self.all_greedy:
             return None
         values = self.values.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
@@ -47,7 +47,7 @@ class Temperatures(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Distributions: logits, their stats, and what both say together."""
+    """Distributions: logits, their stats, and probabilities from both."""
 
     logits: Tensor  # [B, V] or [B, W, V]
     stats: RowStats  # [B] or [B, W]
@@ -100,7 +100,7 @@ class Rows(NamedTuple):
 
 
 def unpacked(values: Tensor, cu: Tensor, width: int, fill: float) -> Tensor:
-    """Packed rows [N, V] as [B, width, V], with `fill` in those that a sequence has not: it has those from cu[b] up to cu[b+1]."""
+    """Packed rows [N, V] as [B, width, V]. Sequence b has the rows from cu[b] up to cu[b+1]; those that are missing hold `fill`."""
     at = cu[:-1, None] + torch.arange(width, device=cu.device)
     missing = (at >= cu[1:, None])[..., None]
     if not len(values):
@@ -109,10 +109,10 @@ def unpacked(values: Tensor, cu: Tensor, width: int, fill: float) -> Tensor:
 
 
 def adjusted(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> Tensor:
-    """Logits [B, V] or [B, W, V] with bias [V], [B, V] or [B, W, V] added, in the dtype of the computation, and tokens
-    outside the mask at -inf. A vocabulary larger than theirs has no bias and no mask beyond it.
+    """Logits [B, V] or [B, W, V] with the bias [V], [B, V] or [B, W, V] added, in the dtype of the computation, and with tokens
+    outside the mask at -inf. If the vocabulary is larger than that of bias and mask, its further tokens have neither.
 
-    With neither, the logits as they are: they are converted where they are used."""
+    Without bias and mask the logits are returned as they are, and converted where they are used."""
     if logit_bias is not None:
         logits = computed(logits)
         logits = logits + resize(spread(logit_bias, logits.dim()), logits.shape[-1], 0.0).to(logits.dtype)
@@ -185,7 +185,7 @@ def _rank_threshold(logits: Tensor, scale: Tensor | None, top_k: Tensor | None, 
     ordered = logits.sort(dim=-1, descending=True).values
     threshold = torch.full_like(ordered[..., :1], -torch.inf)
     if top_k is not None:
-        top_k = top_k.long()  # compared with it, V would wrap to a dtype that does not hold it
+        top_k = top_k.long()  # compared with a dtype that cannot hold V, V would wrap
         on = ((top_k > 0) & (top_k < logits.shape[-1]))[..., None]
         rank = top_k[..., None].where(on, 1) - 1
         threshold = ordered.gather(-1, rank).where(on, -torch.inf)
