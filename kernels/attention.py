@@ -4,19 +4,20 @@
     s_ij  = scale q_i . k_j,  with a softcap c: c tanh(scale q_i . k_j / c)
 
 See `attention_reference.ragged_attention`. The keys of a row are cut into splits at multiples of `split_size`, which
-follows from the number of query rows alone, and a split into blocks of BLOCK_N. One program serves one split for BLOCK_M
-query rows: the W columns of the query heads that share a key head, column by column, so that K and V are read once for
-all of them. Of the keys it has seen it keeps, per query row,
+follows from the number of query rows alone, and a split into blocks of BLOCK_N. One program serves one split for a tile of BLOCK_M
+query rows: the W columns of the query heads that share a key head, column by column. K and V are read once for all of a tile. Of
+the keys it has seen, the program keeps per query row
 
     peak  the largest s      mass  sum of exp(s - peak)      sums  sum of exp(s - peak) v
 
-(Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). If there is one split, it divides and is done.
-Otherwise it leaves the three in scratch memory, and a second launch puts the splits of each query row together in their
-order. A launch, and not the last program to arrive: that would read alone what many wrote, at 128k keys 3 MB, in the
-time in which the whole GPU reads 400 MB. It also needs no counters, so a captured graph needs no memory but its scratch.
+(Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). If there is only one split, the program divides and is done.
+Otherwise it leaves the three in scratch memory, and a second launch combines the splits of each query row in their order.
 
-A row is its own, bit for bit: blocks and splits begin at the same keys whatever the batch, the slot, the capacity and
-`kv_length`, and a block or split in which a query sees nothing multiplies its sums by 1 and adds 0.
+Why a second launch, and not the last program to arrive: that program would read alone what many wrote, at 128k keys 3 MB, in the
+time in which the whole GPU reads 400 MB. A launch also needs no counters, so a captured graph needs no memory but its scratch.
+
+A row's result is its own, bit for bit. Blocks and splits begin at the same keys whatever the batch, the slot, the capacity and
+`kv_length`. A block or split in which a query sees nothing multiplies its sums by 1 and adds 0.
 """
 
 from typing import Any
@@ -35,8 +36,8 @@ SPLIT_SIZE = 512  # keys; see split_size_for
 COMBINED = 16  # splits that the second launch reads at once
 
 
-# The strides of the large tensors stay specialised, because their being multiples of 16 lets the compiler load 16 bytes
-# at once, and a model has one of each. What varies while serving is not.
+# The strides of the large tensors stay specialised: because they are multiples of 16, the compiler can load 16 bytes at once,
+# and a model has one of each. What varies while serving is not specialised.
 @triton.jit(
     do_not_specialize=[
         "scale", "softcap", "window", "num_rows", "width", "kv_length", "split_size", "num_splits", "num_tiles",
@@ -52,7 +53,7 @@ def attention_kernel(
     scratch,  # float32: sums [B W H, num_splits, D], peak and mass [B W H, num_splits]; written otherwise
     scale, softcap, window,  # the last two or None
     num_rows, width, kv_length, split_size, num_splits, num_tiles,
-    KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr,  # known, they cost no registers
+    KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr,  # as constants they cost no registers
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, EVICTION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +86,7 @@ def attention_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        # What lies behind the end is stale. It is not loaded, because even times 0 it may be NaN.
+        # Keys from `end` on are stale. They are not loaded, because even times 0 they may give NaN.
         readable = (key < end)[:, None] & (dim < HEAD_DIM)[None, :]
         k_at = k_row + tl.cast(start, tl.int64) * KEY_STRIDE + k_tile
         k = tl.load(k_at, mask=readable, other=0.0, eviction_policy=EVICTION)
@@ -128,7 +129,7 @@ def combine_kernel(
     batch, column, head = row // num_heads // width, (row // num_heads % width).to(tl.int32), row % num_heads
     length, valid = load_lengths(seq_lens, num_valid, batch, width)
     begin, end = visible_keys(column, column, length, valid, window, kv_length, BLOCK_N)
-    # The splits in which this query sees keys; they follow from its position alone. Of padding that sees none, nothing was left.
+    # The splits in which this query sees keys follow from its position alone. Padding that sees no key has left nothing.
     first = begin // split_size
     last = tl.where(begin < end, (end + split_size - 1) // split_size, first)
     dim = tl.arange(0, BLOCK_D)
@@ -156,7 +157,7 @@ def combine_kernel(
 
 
 def ragged_attention(
-    query: Tensor,  # [B, H, W, D] float32, bfloat16 or float16, any strides but 1 in the last dimension
+    query: Tensor,  # [B, H, W, D] float32, bfloat16 or float16, contiguous in the last dimension
     keys: Tensor,  # [slots, H_kv, capacity, D] likewise
     values: Tensor,  # [slots, H_kv, capacity, D] likewise
     seq_lens: Tensor,  # [B] int64, keys of each row before this call
@@ -213,8 +214,8 @@ def ragged_attention(
             KEY_STRIDE=keys.stride(2),
             VALUE_STRIDE=values.stride(2),
             GROUP=group,
-            # K and V pass through the L2 once while decoding, and should leave it to the partial sums. Triton 3.6 and 3.7 lose
-            # this hint on NVIDIA's copies to shared memory.
+            # While decoding, K and V pass through the L2 cache once, and should leave it to the partial sums. Triton 3.6 and 3.7
+            # lose this hint on NVIDIA's copies to shared memory.
             EVICTION="evict_first" if num_tiles == 1 else "",
             WIDEN=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
             BLOCK_M=blocks["BLOCK_M"],
@@ -225,24 +226,25 @@ def ragged_attention(
 
 
 def split_size_for(num_tiles: int) -> int:
-    """Keys of a split, from the number of programs that share them: so many programs more, so many splits fewer.
+    """Keys of a split, from the number of tiles of query rows: the more tiles, the fewer splits.
 
-    While decoding there is one tile. At D = 128 in bf16 a split of 512 keys is 256 KB, of which a program that serves 24
-    query rows writes 12 KB again, and B = 1 with 8 key heads and 8192 keys is 128 programs, one for each processor of a
-    large GPU. Prefill has programs enough without, and its scratch memory does not grow with W this way.
+    While decoding there is one tile. At D = 128 in bf16 a split of 512 keys is 256 KB, for which a program that serves 24 query
+    rows writes 12 KB. B = 1 with 8 key heads and 8192 keys is 128 programs, one for each processor of a large GPU.
+
+    Prefill has enough programs without splits. With longer splits its scratch memory does not grow with W.
     """
     return SPLIT_SIZE * triton.next_power_of_2(num_tiles)
 
 
 def blocks_for(query_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Sizes of a program's blocks, from what the result of a row may depend on: not from batch, lengths or capacity.
+    """Sizes of a program's blocks. They follow from what a row's result may depend on alone: not from batch, lengths or capacity.
 
-    Up to 32 query rows, a block of K and one of V are 16 KiB each (at D = 128), and up to two of each are on their way:
-    70 to 82 KiB of shared memory, and less than 256 registers for each of 128 threads. So two programs fit on a
-    processor, with 128 KiB on their way: three times what keeps an H200 busy (4.8 TB/s x 1 us / 132 processors = 36 KB).
-    More query rows want more registers, and get half of that, three programs each. AMD's processors have 64 KiB in all.
-
-    No tensor core multiplies in the precision of float32; fused multiply-adds want few rows and many threads.
+    - Up to 32 query rows, a block of K and one of V are 16 KiB each (at D = 128), and up to two of each are in flight: 70 to 82 KiB
+      of shared memory, and less than 256 registers for each of 128 threads. So two programs fit on a processor, with 128 KiB in
+      flight: three times what keeps an H200 busy (4.8 TB/s x 1 us / 132 processors = 36 KB).
+    - More query rows need more registers, so blocks are half as large, and three programs fit on a processor.
+    - AMD's processors have 64 KiB of shared memory in all.
+    - No tensor core multiplies in the precision of float32. Fused multiply-adds want few rows and many threads.
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
     exact = dtype == torch.float32
@@ -260,5 +262,5 @@ def options_for(blocks: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
         return dict(num_warps=num_warps, num_stages=2)
     # Three stages of blocks of 16 keys of 256 float32 would leave no room for a second program on an sm_80, by 128 bytes.
     num_stages = 2 if dtype == torch.float32 and blocks["BLOCK_D"] > 128 else 3
-    # Left alone, ptxas aims at more programs per processor than there is shared memory for, and spills a few bytes.
+    # Without maxnreg, ptxas aims at more programs per processor than there is shared memory for, and spills a few bytes.
     return dict(num_warps=num_warps, num_stages=num_stages, maxnreg=255)

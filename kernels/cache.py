@@ -1,4 +1,4 @@
-"""New K and V into a static cache in which each row has its own length; see `attention_reference.scatter_kv`.
+"""Writing new K and V into a static cache in which each row has its own length; see `attention_reference.scatter_kv`.
 
 One program writes K and V of one column of one row, for as many heads as make BLOCK elements. One launch.
 """
@@ -44,7 +44,7 @@ def scatter_kernel(
 
 
 def scatter_kv(
-    keys: Tensor,  # [slots, H_kv, capacity, D] float32, bfloat16 or float16, any strides but 1 in the last dimension
+    keys: Tensor,  # [slots, H_kv, capacity, D] float32, bfloat16 or float16, contiguous in the last dimension
     values: Tensor,  # [slots, H_kv, capacity, D] likewise; both are written
     new_keys: Tensor,  # [B, H_kv, W, D] likewise
     new_values: Tensor,  # [B, H_kv, W, D] likewise

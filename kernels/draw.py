@@ -88,8 +88,8 @@ class _Race:
 def draw(weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int) -> Tensor:
     """One id per row with probability proportional to its weight: [N, V], seed and position [N] -> [N] int64.
 
-    In two levels: first a block of DRAW_BLOCK tokens by its mass, then a token inside it. This needs the noise of one block's tokens
-    instead of all. Where there is only one block, it draws the tokens of `draw_by_token`."""
+    In two levels: first a block of DRAW_BLOCK tokens by its mass, then a token inside it. This needs the noise of
+    one block's tokens instead of all. Where there is only one block, it draws the tokens of `draw_by_token`."""
     size = weights.shape[-1]
     if size <= DRAW_BLOCK:
         return argmax(weights.log() + philox.race(seed, position, origin, stream, size))

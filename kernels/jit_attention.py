@@ -1,4 +1,4 @@
-"""Parts of the attention kernels: which keys a query sees, tiles of K and V, logits, and what divides the sums."""
+"""Parts of the attention kernels: which keys a query sees, tiles of K and V, logits, and the division of the sums."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .jit_rows import LOG2_E, finite
 
 @triton.jit
 def load_lengths(seq_lens, num_valid, batch, width):
-    """Keys of a row before this call, and its columns that are no padding, int32."""
+    """The number of keys of a row before this call, and that of its columns that are not padding, int32."""
     length = tl.load(seq_lens + batch).to(tl.int32)
     valid = width
     if num_valid is not None:
@@ -18,7 +18,7 @@ def load_lengths(seq_lens, num_valid, batch, width):
 
 @triton.jit
 def visible_keys(first_column, last_column, length, valid, window, kv_length, BLOCK_N: tl.constexpr):
-    """[begin, end): holds all keys that columns first_column ... last_column see; begin is a multiple of BLOCK_N."""
+    """A range [begin, end) with all keys that columns first_column ... last_column see; begin is a multiple of BLOCK_N."""
     end = tl.minimum(tl.minimum(length + last_column + 1, length + valid), kv_length)
     begin = tl.zeros_like(end)
     if window is not None:
@@ -37,7 +37,7 @@ def tile_offsets(dim, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, accumulator, WIDEN: tl.constexpr):
-    """a b + accumulator (None: 0) in float32; WIDEN: for the interpreter, which takes the bits of bfloat16 for integers."""
+    """a b + accumulator (None: 0) in float32. WIDEN is for the interpreter, which would take the bits of bfloat16 for integers."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, accumulator, input_precision="ieee")
@@ -45,7 +45,7 @@ def multiply(a, b, accumulator, WIDEN: tl.constexpr):
 
 @triton.jit
 def logits_of(dots, scale, softcap):
-    """s / log 2, because exp2 is what a GPU has."""
+    """s / log 2, because a GPU has exp2 and not exp."""
     if softcap is None:
         s = dots * (scale * LOG2_E)
     else:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), also where exp overflows
@@ -56,7 +56,7 @@ def logits_of(dots, scale, softcap):
 
 @triton.jit
 def inverse(peak, mass, sinks, head, mask):
-    """What the sums of query rows are multiplied by; 1 where a row saw nothing and has no sink: then they are 0."""
+    """The factor for the sums of query rows, 1 / mass. It is 1 where a row saw nothing and has no sink; the sums are then 0."""
     if sinks is not None:
         sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2_E
         mass += tl.exp2(sink - finite(peak))

@@ -1,6 +1,6 @@
-"""Where the search for a filter's threshold begins: keys of logits, a sample of the row, and bounds from it and from groups.
+"""The start of the search for a filter's threshold: keys of logits, a sample of the row, and bounds from it and from groups.
 
-See jit_filters.py, which searches between the bounds.
+jit_filters.py searches between the bounds.
 """
 
 from inspect import signature
@@ -13,13 +13,13 @@ from .jit_groups import GROUPS, SAMPLES, group_peaks_at, search_at
 from .jit_rows import BLOCK_MASS, BLOCK_PEAK, LANES, LOG2_E, blocks_at, fetch, tile_ids
 
 _SAMPLES = tl.constexpr(SAMPLES)
-# Triton 3.9 announces that 3.10 will not have it: elements are then moved through shared memory to be flat.
+# Triton 3.9 announces that 3.10 will not have this argument. Making a tensor flat then moves it through shared memory.
 _ANY_ORDER = tl.constexpr("can_reorder" in signature(tl.reshape).parameters)
 
 
 @triton.jit
 def logit_key(x, SHIFT: tl.constexpr):
-    """float32 to int32 in the same order. SHIFT drops the low bits that a 16-bit logit does not have."""
+    """float32 to an int32 of the same order. SHIFT drops the low bits that a 16-bit logit does not have."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
@@ -33,7 +33,7 @@ def key_logit(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def middle_of(low, high):
-    """Their mean, rounded down; low + high may be too large for an int32."""
+    """The mean, rounded down, without the sum low + high, which may be too large for an int32."""
     return (low & high) + ((low ^ high) >> 1)
 
 
@@ -45,8 +45,10 @@ def weight_of(x, best, inverse_temperature):
 
 @triton.jit
 def flat(number, x, SIZE: tl.constexpr):
-    """An int32 and a float32 tensor of SIZE elements as vectors of one and whatever order: stored from there, they stay in the
-    registers where they are. Packed into one meanwhile, so that it is the same order for both."""
+    """An int32 and a float32 tensor of SIZE elements as vectors. Their order is arbitrary, but the same for both.
+
+    With any order allowed, elements stay in the registers where they are. To get the same order, both are packed into one tensor
+    meanwhile."""
     both = (number.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     both = tl.reshape(both, [SIZE], can_reorder=True) if _ANY_ORDER else tl.reshape(both, [SIZE])
     return (both >> 32).to(tl.int32), both.to(tl.int32).to(tl.float32, bitcast=True)
@@ -60,9 +62,9 @@ def sample_and_candidates(memory, row):
 
 @triton.jit
 def leave_sample(x, tile, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Leave every 2**SAMPLE_SHIFT-th token of a tile x in the row's sample, which so ends with up to a tile's share of -inf."""
+    """Leave every 2**SAMPLE_SHIFT-th logit of a tile x in the row's sample. The last tile may add -inf, beyond the vocabulary."""
     sample, _ = sample_and_candidates(memory, row)
-    # Of 8 neighbours, which a thread has, one at the most is chosen: the first. The others then have no store that is skipped.
+    # A thread has 8 neighbours. If at most the first of them is chosen, the others are dropped here, to save masked stores.
     APART: tl.constexpr = 1 << (3 if SAMPLE_SHIFT > 3 else SAMPLE_SHIFT)
     x = tl.reshape(x, [BLOCK // LANES, BLOCKS, LANES // APART, APART])
     x = tl.max(tl.where(tl.arange(0, APART)[None, None, None, :] == 0, x, float("-inf")), axis=3)
@@ -72,7 +74,7 @@ def leave_sample(x, tile, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.co
 
 @triton.jit
 def _seems_enough(y, bound, total, by_count, wanted, deviations, SCALE: tl.constexpr):
-    """Whether there is enough at or above a bound, going by a sample y and allowing for so many standard deviations."""
+    """Whether there is enough at or above a bound, by a sample y, with a margin of `deviations` standard deviations."""
     above = y >= bound
     if by_count:
         count = tl.sum(above.to(tl.float32), axis=0)
@@ -87,13 +89,14 @@ def _seems_enough(y, bound, total, by_count, wanted, deviations, SCALE: tl.const
 @triton.jit
 def sampled_bounds(sample, samples, inverse_temperature, best, total, by_count, wanted, lowest, highest,
                    SCALE: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
-    """The largest keys at or above which there is surely and perhaps enough, as far as a sample can tell. Counts are
-    estimated from above, where top-k cuts, and masses from below, where no token is heavy."""
+    """Two keys, as far as a sample can tell: the largest with surely enough at or above it, and the largest with perhaps enough.
+
+    Counts are estimated from the tokens at or above, where top-k cuts; masses from the tokens below, where no token is heavy."""
     lane = tl.arange(0, _SAMPLES)
     y = fetch(sample + lane, lane < samples, float("-inf"))
     y = tl.where(by_count, y, weight_of(y, best, inverse_temperature))  # has the same order
     surely, low = lowest, lowest
-    for side in range(2):  # surely, by three deviations too many; perhaps, by three too few
+    for side in range(2):  # surely: with three deviations to spare; perhaps: with three deviations missing
         high = highest
         while high > low + 1:
             middle = middle_of(low, high)
@@ -107,7 +110,7 @@ def sampled_bounds(sample, samples, inverse_temperature, best, total, by_count, 
 
 @triton.jit
 def groups_bound(peaks, wanted, lowest, highest, SHIFT: tl.constexpr):
-    """The largest key that so many groups reach, or `lowest`; and how many tokens are in those that do."""
+    """The largest key that `wanted` groups reach, or `lowest`; and the number of tokens in the groups that reach it."""
     low, high = lowest, highest
     while high > low + 1:
         middle = middle_of(low, high)
@@ -120,8 +123,10 @@ def groups_bound(peaks, wanted, lowest, highest, SHIFT: tl.constexpr):
 
 @triton.jit
 def least_mass(memory, row, bound, best, inverse_temperature, NUM_GROUPS: tl.constexpr):
-    """No more than the sum of exp((x - best) / T) over x >= bound is: of each block the largest logits of its groups, or all that
-    it has but for what all its other tokens may have."""
+    """A lower bound of the sum of exp((x - best) / T) over x >= bound.
+
+    For each block the larger of two: what the largest logits of its groups have, or the block's whole mass less the most that all
+    its tokens below `bound` could have."""
     block, part = tl.arange(0, NUM_GROUPS // GROUPS), tl.arange(0, GROUPS)
     inside = block < memory[2]
     at = group_peaks_at(memory, row) + block[:, None] * GROUPS + part[None, :]
@@ -136,7 +141,7 @@ def least_mass(memory, row, bound, best, inverse_temperature, NUM_GROUPS: tl.con
 
 
 def sample_shift(vocab_size: int) -> int:
-    """How coarse a sample has at most SAMPLES tokens: every 2**shift-th."""
+    """The smallest shift for which a sample of every 2**shift-th token has at most SAMPLES tokens."""
     return max(0, (vocab_size - 1).bit_length() - SAMPLES.bit_length() + 1)
 
 

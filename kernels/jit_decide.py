@@ -1,4 +1,4 @@
-"""What the last program of launch 1 for a sequence does with it: test its drafts, and draw what comes next; see `verify.py`."""
+"""The work of the last program of a sequence in launch 1: test its drafts and draw the next token; see `verify.py`."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ def decide(
     METHOD: tl.constexpr, FILTERED: tl.constexpr, BY_ROW: tl.constexpr, LEAVE_OUT: tl.constexpr,
     WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Test a sequence's drafts and emit its tokens; or leave to the second launch what needs the drafts' rows."""
+    """Test a sequence's drafts and emit its tokens. What needs the rows of draft logits is left to the second launch."""
     draft_tokens, draft, draft_threshold, draft_lse, seed, position, inverse_temperature, greedy = sequence
     seed, first = tl.load(seed + batch), tl.load(position + batch)
     num_drafts = width - 1
@@ -28,7 +28,7 @@ def decide(
     inside, row = column < width, batch * width + column
     token = tl.load(draft_tokens + batch * num_drafts + column, mask=column < num_drafts, other=-1)
 
-    # The rows, and p and q of the drafted tokens. All is asked for before any of it is used.
+    # The rows, and p and q of the drafted tokens. All loads are issued before any result is used.
     if BY_ROW:
         threshold, lse, own, entropy = fetch_rows(row, inside, memory)
     x = read_at(rows, batch, column, token)
@@ -45,7 +45,7 @@ def decide(
     p = tl.where((x >= threshold) & (x > float("-inf")), tl.exp(x * inverse_temperature - lse), 0.0)
     fit, q, flags = fit_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy)
 
-    # How many drafts stand.
+    # How many drafts are accepted.
     if METHOD == "coupled":
         accepted = token == own
     elif METHOD == "typical":
@@ -59,7 +59,7 @@ def decide(
         length = tl.min(tl.where(fit, num_drafts, column), axis=0)
         prefix = draft_prefix(p, q, column, num_drafts)
         if draft_lse is None:
-            mass = prefix * (1 - p)  # of max(s p - one-hot, 0), which is s - s p(x)
+            mass = prefix * (1 - p)  # the sum of max(s p - one-hot, 0) is s - s p(x)
             count = tl.where(greedy, count, block_length(prefix, mass, length, seed, first, column))
         else:
             tl.store(row_at(memory, ROW_PREFIX, row), prefix, mask=inside)
@@ -67,7 +67,7 @@ def decide(
             count = tl.where(deferred, length, count)
     here = column == count
     rejected = (pick(fit.to(tl.int32), here) > 0) & (METHOD != "typical")
-    if draft_lse is not None:  # what launch 2 asks of this one
+    if draft_lse is not None:  # what launch 2 needs from this one
         if METHOD == "rejection":
             deferred = rejected & (not greedy)
         tl.store(row_at(memory, ROW_LSE, row), lse, mask=inside)
@@ -94,7 +94,7 @@ def decide(
                 rows, batch, count, batch * width + count, memory, row_threshold, left_out, inverse_temperature,
                 noise, NUM_BLOCKS, BLOCK,
             )  # fmt: skip
-            # Where there is no other token than the rejected one, p is all on that.
+            # If no other token than the rejected one has a probability, p is all on the rejected one.
             next_token = tl.where(found, drawn.to(tl.int64), left_out)
             flag |= tl.where(found, 0, _EMPTY_RESIDUAL)
     store_verdict(

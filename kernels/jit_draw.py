@@ -1,11 +1,12 @@
 """Drawing one token from a row in the Triton kernels: argmax of log weight + Gumbel noise, by token or in two levels.
 
-Two tokens are compared by (x - best) / T + noise: at low temperature x / T is in the thousands, and rounding the sum
-x / T + noise would wipe out the noise.
+Tokens are compared by (x - best) / T + noise. At low temperature x / T is in the thousands, so rounding x / T + noise would wipe
+out the noise.
 
-Drawn by token, all tokens have noise of their own, so that two rows that are close draw the same as often as they can. It is worked
-out for few: the largest of each group of 256 comes first (a race, see philox.py), and most groups cannot win by it. In two levels
-a block has noise, and then the tokens of one block.
+- By token, every token has its own noise, so two rows that are close draw the same token as often as they can. The noise is
+  computed for few tokens only: in a race (see philox.py) the largest noise of each group of 256 is known first, and with it most
+  groups cannot win.
+- In two levels, the blocks have noise, and then the tokens of the one block that won.
 """
 
 import triton
@@ -31,13 +32,14 @@ from .jit_rows import (
     vocab_size_of,
 )
 
-_ROUNDING = tl.constexpr(0.001)  # more than all of it, of values between which a draw decides
+_ROUNDING = tl.constexpr(0.001)  # more than all rounding errors of the values that a draw compares
 
 
 @triton.jit
 def _overtake(top, winner, rows, batch, column, ids, bound, best, inverse_temperature, noise):
-    """The largest of `top` and (x - best) / T + noise over some tokens, whose values are less than `bound` and none of which is the
-    first of its group; and its id."""
+    """The largest of `top` and of (x - best) / T + noise over the tokens `ids`, and its id. Each value is less than its `bound`.
+
+    None of these tokens is the first of its group to arrive."""
     highest = tile_max(bound)
     while highest > top:
         token = lowest_id(bound, highest, ids)
@@ -55,8 +57,9 @@ def _overtake(top, winner, rows, batch, column, ids, bound, best, inverse_temper
 @triton.jit
 def _first_values(rows, batch, column, row, memory, threshold, best, inverse_temperature, noise,
                   NUM_GROUPS: tl.constexpr):  # fmt: skip
-    """Of the tokens that are the first of their group in the race: their ids [NUM_GROUPS] and when they arrive; their values
-    (x - best) / T + noise, -inf where x < threshold; and what (x - best) / T is at most in each group, likewise."""
+    """Of the token that arrives first in each group, [NUM_GROUPS] each: id, time of arrival, and value (x - best) / T + noise.
+
+    The fourth result is the largest (x - best) / T of each group. It and the values are -inf below the threshold."""
     group = tl.arange(0, NUM_GROUPS)
     peak = fetch_group_peaks(memory, row, group)
     time, place = first_arrivals(group, noise)
@@ -69,19 +72,20 @@ def _first_values(rows, batch, column, row, memory, threshold, best, inverse_tem
 
 @triton.jit
 def _list_contenders(bound, top, token, time, most, row, memory, COUNT: tl.constexpr):
-    """List up to COUNT groups whose values may exceed `top`: first token, time and largest (x - best) / T [NUM_GROUPS]. Returns how
-    many they are, and the bounds [NUM_GROUPS] without them."""
+    """List up to COUNT groups that may hold a value above `top`, with their first token, its time and their largest (x - best) / T.
+
+    Returns how many are listed, and the bounds [NUM_GROUPS] with -inf for these."""
     chosen = bound > top
     count = tl.sum(chosen.to(tl.int32), axis=0)
     if count > COUNT:
-        # The highest of them, without a sort: of each of COUNT / 2 parts of the row there is one at least.
+        # The highest of them, without a sort: at least one from each of COUNT / 2 parts of the row.
         parts = tl.reshape(bound, [bound.shape[0] // (COUNT // 2), COUNT // 2])
         chosen = chosen & (bound >= tl.min(tl.max(parts, axis=0), axis=0))
         count = tl.minimum(tl.sum(chosen.to(tl.int32), axis=0), COUNT)
     place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     chosen = chosen & (place < COUNT)
     at = race_at(memory, row) + place
-    tl.debug_barrier()  # all threads have read the list of before
+    tl.debug_barrier()  # all threads have read the last list
     tl.store(as_int(at), token, mask=chosen)
     tl.store(at + MOST_LISTED, time, mask=chosen)
     tl.store(at + 2 * MOST_LISTED, most, mask=chosen)
@@ -92,8 +96,9 @@ def _list_contenders(bound, top, token, time, most, row, memory, COUNT: tl.const
 @triton.jit
 def _look_at_groups(top, winner, count, rows, batch, column, row, memory, threshold, best, inverse_temperature, noise,
                     BLOCKS: tl.constexpr):  # fmt: skip
-    """The larger of `top` and of the values in the groups that are listed, other than the first tokens', and its id. The noise of all
-    their tokens is looked at, and the logits of those alone that may win by it."""
+    """The largest of `top` and of the values in the listed groups other than those of their first tokens, and its id.
+
+    Of all their tokens the random words are computed, but only the logits of those are read that may win."""
     place = tl.arange(0, STEP)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     at, listed = race_at(memory, row) + place, place < count
     first = tl.load(as_int(at), mask=listed, other=0)
@@ -112,11 +117,12 @@ def _look_at_groups(top, winner, count, rows, batch, column, row, memory, thresh
 @triton.jit
 def draw_by_token(rows, batch, column, row, memory, threshold, best, inverse_temperature, noise, NUM_GROUPS: tl.constexpr,
                   BLOCKS: tl.constexpr):  # fmt: skip
-    """The token of a row with the largest x / T + noise among those with x >= threshold, and the lowest of several.
+    """The token of a row with the largest x / T + noise among those with x >= threshold; the lowest id if there are several.
 
-    A group's noise is largest at the first of its tokens in the race. The best of these, one of each group, is mostly not the best of
-    all, but few groups can have a better one: if their largest logit came with their largest noise. They are looked at a few at
-    a time, and after each time fewer are left.
+    1. In each group the token that arrives first has the largest noise. Take the best value over these first tokens.
+    2. It is mostly not the best of all. But few groups can have a better one: those whose largest logit with their largest noise
+       would be better.
+    3. Look at these groups, a few at a time. After each time fewer are left.
     """
     token, time, value, most = _first_values(
         rows, batch, column, row, memory, threshold, best, inverse_temperature, noise, NUM_GROUPS
@@ -135,13 +141,14 @@ def draw_by_token(rows, batch, column, row, memory, threshold, best, inverse_tem
 @triton.jit
 def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inverse_temperature, NUM_BLOCKS: tl.constexpr,
                       BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Leave peak and mass of each block of a row, of tokens with x >= threshold other than `left_out`. Reads the blocks that
-    have any."""
+    """Leave peak and mass of each block of a row over the tokens with x >= threshold other than `left_out`.
+
+    Reads only the blocks that have such tokens."""
     every = tl.arange(0, NUM_BLOCKS)
     peaks, masses = blocks_at(memory, BLOCK_PEAK, row) + every, blocks_at(memory, BLOCK_MASS, row) + every
     peak = fetch(peaks, every < memory[2], float("-inf"))
     chosen = (peak >= threshold) & (peak > float("-inf"))
-    count = leave_list(memory, row, chosen)  # its barriers: all threads have read what is now overwritten
+    count = leave_list(memory, row, chosen)  # has barriers: all threads have read what is now overwritten
     tl.store(peaks, float("-inf"), mask=(every < memory[2]) & (chosen == 0))
     tl.store(masses, 0.0, mask=(every < memory[2]) & (chosen == 0))
     for start in range(0, count, BLOCKS):
@@ -171,7 +178,7 @@ def choose_token(log_weight, ids, first, noise, BLOCK: tl.constexpr):
 @triton.jit
 def draw_in_two_levels(rows, batch, column, row, memory, threshold, left_out, inverse_temperature, noise,
                        NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A token of a row whose blocks have left their masses, and whether there is any. Reads one block."""
+    """A token drawn from a row whose blocks have left their masses, and whether there is any. Reads one block."""
     block = tl.arange(0, NUM_BLOCKS)
     inside = block < memory[2]
     peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))

@@ -1,20 +1,22 @@
 """top-k, top-p and min-p in the Triton kernels: a search for the smallest logit that stays, without a sort.
 
-Which logits stay is decided by amounts: under top-k by how many are at least t, under top-p by their mass. The
-threshold is the largest t at which the amount at or above t is enough: at least k, or p times the mass that top-k left.
+An *amount* decides which logits stay: under top-k the number of logits that are at least t, under top-p their mass. The threshold
+is the largest t at which the amount at or above t is enough: at least k, or p times the mass that top-k left.
 
-- The first reading of the row leaves the largest logit of each group of 256 tokens. If k groups reach t, so do k tokens: under
-  top-k the threshold is not below that. Under top-p it mostly is among the logits that no more than 32 groups reach.
-- It leaves a sample too, every n-th token. Where the groups are too many, or do not have the mass, the sample says between which
-  two logits the threshold lies, three standard deviations to either side.
-- One sweep over the groups that reach the lower of them checks that exactly, and collects the logits between the two. top-k
-  collects all above as well, so that a top-p behind it need not sweep again. The mass that min-p leaves is summed up on the way.
-- The threshold is found by halving among those collected. What is halved are keys, integers in the order of the logits.
+1. The first reading of the row leaves the largest logit of each group of 256 tokens. If k groups reach t, so do k tokens, so under
+   top-k the threshold is not below that t. Under top-p it mostly is among the logits that no more than 32 groups reach.
+2. The first reading also leaves a sample, every n-th token. If those groups have too many tokens, or not the mass, the sample gives
+   two logits that the threshold lies between, three standard deviations to either side.
+3. A *sweep* reads the groups that reach the lower of the two logits. It checks exactly that the threshold lies between them, and
+   collects the logits between. Under top-k it collects all above as well, so that a top-p after it need not sweep again. It also
+   sums up the mass that min-p leaves.
+4. The threshold is found by halving among the logits collected. What is halved are keys: integers in the order of the logits.
 
-Where the sample misled, or there is no room for what lies between (CANDIDATES logits), the bracket is halved and the
-row swept again; a row of at most SAMPLES tokens is its own sample and needs no sweep. So a filtered row is read once, and
-mostly once more at the most; once more only for top-p behind a top-k of thousands. All but the first reading are of the groups
-that reach what may stay: of peaked rows a few in a hundred.
+If the sample misled, or there is no room for the logits between (CANDIDATES), the bracket is halved and the row is swept again. A
+row of at most SAMPLES tokens is its own sample: top-k and top-p need no sweep there, min-p one where it decides.
+
+So a filtered row is read once, and mostly at most once more. Only a top-p after a top-k of thousands takes yet another sweep. All
+but the first reading are of the groups that hold what may stay: in peaked rows a few in a hundred.
 """
 
 import triton
@@ -41,7 +43,7 @@ _CANDIDATES = tl.constexpr(CANDIDATES)
 
 @triton.jit
 def _places(chosen):
-    """Of the int32 numbers of a step's tokens: for each the sum of those before it, in an order of their own; and the sum of all."""
+    """For int32 numbers of a step's tokens: the sum of those before each, in some fixed order of the tokens, and the sum of all."""
     counts = tl.sum(chosen, axis=2)  # [2, BLOCKS]
     totals = tl.sum(counts, axis=0)
     first = (tl.cumsum(totals, axis=0) - totals)[None, :] + tl.cumsum(counts, axis=0) - counts
@@ -51,9 +53,11 @@ def _places(chosen):
 @triton.jit
 def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_temperature, SHIFT: tl.constexpr,
            NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """One reading of the groups that reach `low`: count and mass of what is at or above `high`, and of what is in [low, high); the
-    latter is left as candidates, as far as there is room. low and high are keys. And the mass at or above
-    the logit `cut`, if any; too little where that is below `low`."""
+    """One reading of the groups that reach `low`. low and high are keys.
+
+    Returns count and mass of the logits at or above `high`, count and mass of those in [low, high), and the mass at or above the
+    logit `cut`, if there is one (too little where `cut` is below `low`). The logits in [low, high) are left as candidates, as far
+    as there is room."""
     least, most = key_logit(low, SHIFT), key_logit(high, SHIFT)
     _, candidates = sample_and_candidates(memory, row)
     over, found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -69,7 +73,7 @@ def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_tempe
         within = (x >= least) & (x < most) & (x > float("-inf"))
         over_mass += block_sum(tl.where(above, weight, 0.0))
         within_mass += block_sum(tl.where(within, weight, 0.0))
-        # Two counts in one: a step is of 4096 tokens.
+        # Two counts in one number, which is enough: a step has 4096 tokens.
         place, count = _places(tl.where(within, 1, tl.where(above, 1 << 16, 0)))
         place, x = flat(tl.where(within, found + (place & 0xFFFF), _CANDIDATES), x, STEP * BLOCKS * LANES)
         tl.store(candidates + place, x, mask=place < _CANDIDATES)
@@ -83,13 +87,15 @@ def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_tempe
 @triton.jit
 def _collect(rows, batch, column, row, memory, cut, best, total, inverse_temperature, by_count, wanted, lowest, highest,
              leave_top, SCALE: tl.constexpr, SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """Sweep until [low, high) is known to hold the threshold and its logits to be the candidates; of those above too, unless
-    `leave_top`, or they had to be left. What is wanted is a number of tokens if `by_count`, else their mass."""
+    """Sweep until [low, high) is known to hold the threshold, and its logits are the candidates.
+
+    Unless `leave_top`, `high` is above all logits if possible, so that the candidates are all logits from `low` on. `wanted` is a
+    number of tokens if `by_count`, else a mass."""
     peaks = fetch_group_peaks(memory, row, tl.arange(0, NUM_GROUPS))
     floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
     if not by_count:
-        # Tokens that weigh no more may all be left out. What is wanted may be more than there is, by rounding; the logarithm of a
-        # negative number would make the search endless.
+        # All tokens that weigh no more than `light` may be left out. By rounding, more may be wanted than there is; the logarithm
+        # of a negative number would make the search endless.
         light = tl.maximum(total - wanted, 0.0) / (2 * vocab_size_of(rows))
         floor = tl.maximum(lowest, logit_key(best + tl.log(light) / inverse_temperature, SHIFT))
     low, tokens = groups_bound(peaks, tl.where(by_count, wanted.to(tl.int32), _FEW), floor, highest, SHIFT)
@@ -130,7 +136,7 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
 @triton.jit
 def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, by_count, wanted,
            SHIFT: tl.constexpr):  # fmt: skip
-    """The largest key in [low, high) at or above which there is enough, and the mass there."""
+    """The largest key in [low, high) at or above which there is enough, and the mass at or above it."""
     lane = tl.arange(0, _AT_ONCE)
     mass = over_mass + within_mass
     while high > low + 1:
@@ -194,17 +200,18 @@ def find_threshold(
         values = candidates
         if whole:
             values = sample
-        # In `values` are all logits in [low, high), `found` of them, besides `over` that are above.
+        # `values` holds all logits in [low, high). There are `found` of them, and `over` more above.
         low, over, found = lowest, tl.zeros([], tl.int32), tl.cdiv(vocab_size, scale).to(tl.int32)
         for stage in range(2):  # top-k, top-p
             by_count = stage == 0
             if tl.where(by_count, k > 0, p < 1):
                 wanted = tl.where(by_count, k.to(tl.float32), p * mass)
                 high, over_mass, within_mass = highest, tl.zeros([], tl.float32), mass
-                # top-p goes on among what top-k has collected, if that is all that it left.
+                # top-p goes on among the logits that top-k has collected, if these are all that it left.
                 collected = (by_count == 0) & (k > 0) & (over == 0) & (found <= _CANDIDATES)
                 if not (collected | whole):
-                    # So many may be at or above the lower bound: 3 deviations above a count 3 deviations above k / scale.
+                    # scale * deviation**2 logits may be at or above the lower bound: the sample's count there may be 3 deviations
+                    # above k / scale, and the row's number 3 deviations above that.
                     deviation = 3 + tl.sqrt(wanted / scale + 5.25)
                     leave_top = (p >= 1) | (by_count == 0) | (scale * deviation * deviation > _CANDIDATES)
                     low, high, over, over_mass, found, within_mass, uncut_mass = _collect(
@@ -230,7 +237,7 @@ def filter_row(
     rows, batch, column, row, memory, best, total, inverse_temperature, greedy, filters,
     SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Threshold and mass of any row; greedy rows and rows without a distribution are not filtered."""
+    """Threshold and mass of any row. Greedy rows and rows without a distribution are not filtered."""
     threshold, mass = tl.full([], float("-inf"), tl.float32), total
     if (tl.abs(best) < float("inf")) & (not greedy):
         threshold, mass = find_threshold(

@@ -1,8 +1,8 @@
 """Groups of 256 tokens in the Triton kernels: which parts of a row hold anything at or above a bound.
 
-What filters keep of a language model's distribution lies in few groups, and so does what a draw may win with. So the first
-reading of such a row leaves the largest logit of each group, and whoever reads the row again lists the groups that reach its
-bound and reads only those.
+Few groups hold the tokens that filters keep of a language model's distribution, or that may win a draw. So the first reading of
+such a row leaves the largest logit of each group. Whatever reads the row again lists the groups that reach its bound, and reads
+only those.
 """
 
 import triton
@@ -12,19 +12,19 @@ from . import philox
 from .jit_rows import BLOCK, LANES, TILE_BLOCKS, as_int, fetch, rest_at, vocab_size_of
 
 GROUPS = tl.constexpr(BLOCK // LANES.value)  # of a block
-# float32 numbers of scratch memory per row that the search for a threshold needs besides, 56 KiB together; they come first, so that
-# all of it is at fixed distances from one pointer. At least half of SAMPLES are in a sample: what lies between its two logits, for
-# top-p at most 10,000 tokens of 262,144 with normally distributed logits, is to fit into CANDIDATES.
+# float32 numbers of scratch memory per row that the search for a threshold needs in addition, 56 KiB together. They come first, so
+# that all of it is at fixed distances from one pointer. A sample has at least half of SAMPLES tokens. CANDIDATES must hold the
+# logits between its two bounds: for top-p at most 10,000 of 262,144 if the logits are normally distributed.
 SAMPLES, CANDIDATES = 4096, 10240
-assert LANES.value == philox.GROUP  # one and the same groups
+assert LANES.value == philox.GROUP  # groups of logits and groups of a race are the same
 SEARCH_ROOM = tl.constexpr(SAMPLES + CANDIDATES)
-MOST_LISTED = tl.constexpr(2 * TILE_BLOCKS)  # groups of a race at once
-STEP = tl.constexpr(2)  # times BLOCKS groups are read at once: half as many tokens as a tile has
+MOST_LISTED = tl.constexpr(2 * TILE_BLOCKS)  # groups of a race that are listed at once
+STEP = tl.constexpr(2)  # STEP * BLOCKS groups are read at once: half as many tokens as a tile has
 
 
 @triton.jit
 def search_at(memory, row):
-    """Pointer to what a row has for its sample and its candidates."""
+    """Pointer to a row's memory for its sample and its candidates."""
     return rest_at(memory) + row * (memory[2] * (2 * GROUPS) + 3 * MOST_LISTED + memory[3])
 
 
@@ -36,24 +36,24 @@ def group_peaks_at(memory, row):
 
 @triton.jit
 def list_at(memory, row):
-    """Pointer to the groups of a row that were listed last, int32 of as many."""
+    """Pointer to the list of groups of a row that was made last, int32 [GROUPS * blocks of a row]."""
     return as_int(group_peaks_at(memory, row) + memory[2] * GROUPS)
 
 
 @triton.jit
 def race_at(memory, row):
-    """Pointer to what is listed of a race: three numbers of MOST_LISTED groups."""
+    """Pointer to the list of groups of a race: three numbers for each of MOST_LISTED groups."""
     return group_peaks_at(memory, row) + memory[2] * (2 * GROUPS)
 
 
 def group_floats(num_blocks: int, filtered: bool) -> int:
-    """Scratch memory per row that groups take, and filters."""
+    """float32 numbers of scratch memory per row that groups take, and filters."""
     return (SEARCH_ROOM.value if filtered else 0) + 2 * GROUPS.value * num_blocks + 3 * MOST_LISTED.value
 
 
 @triton.jit
 def leave_group_peaks(x, tile, row, memory, BLOCKS: tl.constexpr):
-    """Leave the largest logit of each group of a tile x; returns them, [GROUPS, BLOCKS]."""
+    """Leave the largest logit of each group of a tile x, and return them, [GROUPS, BLOCKS]."""
     block, part = tile * BLOCKS + tl.arange(0, BLOCKS)[None, :], tl.arange(0, GROUPS)[:, None]
     peaks = tl.max(x, axis=2)
     tl.store(group_peaks_at(memory, row) + block * GROUPS + part, peaks, mask=block < memory[2])
@@ -62,15 +62,15 @@ def leave_group_peaks(x, tile, row, memory, BLOCKS: tl.constexpr):
 
 @triton.jit
 def fetch_group_peaks(memory, row, group):
-    """The largest logits of groups [...] of a row, float32; -inf behind the last."""
+    """The largest logits of groups [...] of a row, float32; -inf after the last group."""
     return fetch(group_peaks_at(memory, row) + group, group < memory[2] * GROUPS, float("-inf"))
 
 
 @triton.jit
 def leave_list(memory, row, chosen):
-    """Leave the numbers of those that are true in `chosen` [N], and return how many they are. A list of before is gone."""
+    """Leave the list of the places where `chosen` [N] is true, and return how many they are. Overwrites the last list."""
     places = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    tl.debug_barrier()  # all threads have read the list of before
+    tl.debug_barrier()  # all threads have read the last list
     tl.store(list_at(memory, row) + places, tl.arange(0, chosen.shape[0]), mask=chosen)
     tl.debug_barrier()  # they are read by other threads than wrote them
     return tl.sum(chosen.to(tl.int32), axis=0)
@@ -78,22 +78,22 @@ def leave_list(memory, row, chosen):
 
 @triton.jit
 def fetch_list(memory, row, place, count, beyond):
-    """What is listed at places [...]; from `count` on, `beyond`."""
+    """The entries of the list at places [...]; `beyond` from place `count` on."""
     number = tl.load(list_at(memory, row) + place, mask=place < count, other=0)
     return tl.where(place < count, number, beyond)
 
 
 @triton.jit
 def list_groups(memory, row, bound, NUM_GROUPS: tl.constexpr):
-    """List the groups of a row that have a logit >= bound other than -inf; returns how many they are."""
+    """List the groups of a row that have a logit >= bound other than -inf, and return how many they are."""
     peaks = fetch_group_peaks(memory, row, tl.arange(0, NUM_GROUPS))
     return leave_list(memory, row, (peaks >= bound) & (peaks > float("-inf")))
 
 
 @triton.jit
 def listed_groups(rows, memory, row, start, count, BLOCKS: tl.constexpr):
-    """Of `count` listed groups those from number `start` on that are read at once: [2, BLOCKS], as a tile is held, but half as
-    many tokens. Behind the last a group beyond the vocabulary."""
+    """The listed groups that are read at once, from place `start` of `count` on: [2, BLOCKS], in the layout of a tile, with half as
+    many tokens. After the last, a group beyond the vocabulary."""
     place = start + tl.arange(0, STEP)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     return fetch_list(memory, row, place, count, tl.cdiv(vocab_size_of(rows), LANES))
 

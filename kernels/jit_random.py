@@ -1,4 +1,4 @@
-"""Random numbers of the Triton kernels; philox.py is their torch twin and says what is counted by what."""
+"""Random numbers of the Triton kernels; philox.py is their torch twin and says what each counter stands for."""
 
 import triton
 import triton.language as tl
@@ -25,8 +25,9 @@ def uniform_from_bits(bits):
 
 @triton.jit
 def _philox(seed, index, position, origin, stream):
-    """Four words for each counter (index, position, origin, stream), uint32 of one shape. The same as `tl.philox`, whose rounds are
-    unrolled: of a kernel that draws they were up to half of what there is to compile."""
+    """Four words for each counter (index, position, origin, stream), uint32 of one shape.
+
+    The same as `tl.philox`, but with a loop. Its rounds are unrolled, and were up to half of the code of a kernel that draws."""
     seed = seed.to(tl.uint64)
     key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0, c1, c2, c3 = index, position, origin, stream
@@ -52,10 +53,10 @@ def uniforms(seed, position, origin, STREAM: tl.constexpr):
 
 @triton.jit
 def log1m(u):
-    """log(1 - u) for u in [0, 1): there is no log1p without libdevice, which the interpreter lacks.
+    """log(1 - u) for u in [0, 1). log1p needs libdevice, which the interpreter lacks.
 
-    Below 1/2 it is -2 atanh(s) with s = u / (2 - u) <= 1/3, by the series s + s^3 / 3 + ... + s^15 / 15, of which
-    what is left out is 2e-9. Above, 1 - u is exact.
+    Below 1/2 it is -2 atanh(s) with s = u / (2 - u) <= 1/3, by the series s + s^3 / 3 + ... + s^15 / 15. The terms left out come to
+    2e-9. Above 1/2, 1 - u is exact.
     """
     s = u / (2 - u)
     t = s * s
@@ -93,7 +94,7 @@ def gumbel(words):
 
 @triton.jit
 def first_arrivals(group, noise):
-    """When the first token of each group [...] of a race arrives, float32, and its place in the group; see the twin."""
+    """When the first token of each group [...] of a race arrives, float32, and that token's place in the group; see the twin."""
     seed, position, origin, stream = noise
     zero = tl.zeros_like(group).to(tl.uint32)
     index = group.to(tl.uint32) + _GROUP_LEVEL
@@ -115,11 +116,13 @@ def race(first, noise, COUNT: tl.constexpr):
 
 @triton.jit
 def race_bound(time, words):
-    """A little more than the noise -log(time + exponential(words)) of tokens that are not the first of their group, 0.03 on average
-    where that is large, without logarithms, which are most of its work.
+    """An upper bound of the noise -log(time + exponential(words)) of tokens that are not the first of their group.
 
-    -log(1 - u) >= u + u^2 / 2, and log2(y) >= bits(y) / 2**23 - 127, which is the same at powers of two and linear between
-    them. 0.001 is more than all rounding.
+    It needs no logarithms, which are most of the work of the noise itself. Where the noise is large, the bound is 0.03 above it on
+    average.
+
+    -log(1 - u) >= u + u^2 / 2, and log2(y) >= bits(y) / 2**23 - 127, where both sides are equal at powers of two and the right
+    one is linear between them. 0.001 is more than all rounding.
     """
     w = words.to(tl.float32)
     y = time * 2.0**32 + tl.fma(w, w * 2.0**-33, w)  # 2**32 (time + u + u^2 / 2)

@@ -1,28 +1,29 @@
-"""How the Triton kernels read a row of logits, and what the blocks of a row leave behind for the last of their programs.
+"""How the Triton kernels read a row of logits, and which stats of its blocks they leave for the last program of the row.
 
-A row is cut into tiles of BLOCKS x BLOCK tokens, one program each, whose number depends on nothing but the vocabulary.
-A program reads its tile once, into registers, and leaves of each block of BLOCK = 1024 tokens, as far as they are wanted,
+A row is cut into tiles of BLOCKS x BLOCK tokens, one program each. Their number depends on nothing but the vocabulary. A program
+reads its tile once, into registers. Of each block of BLOCK = 1024 tokens it leaves these stats in scratch memory, as far as wanted:
 
     peak     the largest logit                          mass     sum of exp((x - peak) / T)
     argmax   its lowest id                              heat     sum of (x - peak) / T exp((x - peak) / T)
 
-The program that arrives last then knows the row: lse = best / T + log(sum over blocks of mass exp((peak - best) / T)) with best =
-the largest peak, and a draw in two levels chooses a block by the masses. Nothing depends on which program that is.
+The program that arrives last knows the whole row from them: with best = the largest peak,
+lse = best / T + log(sum over blocks of mass exp((peak - best) / T)). A draw in two levels chooses a block by the masses. Nothing
+depends on which program arrives last.
 
-What the kernels hand to each other:
+Tuples that the kernels pass on:
 
-    rows    (logits, bias, mask, cu_logits, cu_adjust); bias and mask or None. Each of the first three is a view of a tensor [B, W, V]:
-            (pointer, vocabulary size, stride of batch, of row, of token). Packed rows are one of [N, V] with a stride of batch of 0:
-            sequence b has the rows from cu[b] up to cu[b + 1] of them, which the last two say of the logits and of bias and mask;
-            None: they are not packed. A row that a sequence has not is -inf throughout.
+    rows    (logits, bias, mask, cu_logits, cu_adjust); bias and mask may be None. Each of the first three is a view of a tensor
+            [B, W, V]: (pointer, vocabulary size, stride of batch, of row, of token).
+            Packed rows are a view of [N, V] with a batch stride of 0: sequence b has the rows from cu[b] up to cu[b + 1]. cu_logits
+            is the cu of the logits, cu_adjust that of bias and mask; None: not packed. A missing row is -inf throughout.
     memory  (scratch, number of rows, blocks of a row, room for a search): where they leave their numbers.
     noise   (seed, position, origin, stream): what a random number is for, besides its index (jit_random.py).
 
-A tile is held as [BLOCK / 256, BLOCKS, 256]: a warp then has whole blocks, 8 neighbouring tokens to a thread, and what is
-said of a block is worked out in registers and by shuffles.
+A tile is held as [BLOCK / 256, BLOCKS, 256]. A warp then has whole blocks, with 8 neighbouring tokens to a thread, and computes the
+stats of a block in registers and by shuffles.
 
-The interpreter's max and argmax skip NaN and a GPU's need not, so a NaN must not decide: +inf as the largest logit marks a
-row that has no distribution. `read` makes +inf of NaN; after `read_raw` the sum of exponentials shows that there was one.
+max and argmax skip NaN in the interpreter but need not on a GPU. So a NaN must not decide anything: +inf as the largest logit marks
+a row that has no distribution. `read` turns NaN into +inf. After `read_raw` the sum of exponentials shows that there was a NaN.
 """
 
 import triton
@@ -33,11 +34,11 @@ from .records import DRAW_BLOCK, GREEDY_BELOW
 BLOCK = DRAW_BLOCK
 LANES = tl.constexpr(256)  # neighbouring tokens of a block that a warp reads at once: 16 bytes a thread in bf16
 LOG2_E = tl.constexpr(1.4426950408889634)
-# A program has 32 tokens to a thread: what is done once per program counts little then, and four loads of 16 bytes in bf16 are
-# on their way at once.
+# This gives each thread 32 tokens: work that is done once per program then counts little, and four loads of 16 bytes in bf16 are in
+# flight at once.
 TILE_BLOCKS, THREADS = 8, 256
 
-# Fields of the scratch memory: of each block of each row, and of each row.
+# Fields of the scratch memory: for each block of each row, and for each row.
 BLOCK_PEAK, BLOCK_MASS, BLOCK_ARGMAX, BLOCK_HEAT, BLOCK_RESIDUAL_MASS = (tl.constexpr(i) for i in range(5))
 BLOCK_FIELDS = tl.constexpr(5)
 ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING = (tl.constexpr(i) for i in range(6))
@@ -49,11 +50,12 @@ _TINY = tl.constexpr(2.0**-126)  # the smallest normal float32
 
 @triton.jit
 def read_raw(rows, batch, column, ids):
-    """Logits float32 of tokens `ids` >= 0 in row `column` (int64, scalar or of the shape of ids) of sequence `batch`
-    (int64 scalar): bias added, -inf outside the mask and beyond the vocabulary."""
+    """float32 logits of tokens `ids` >= 0, with bias added, and -inf outside the mask and beyond the vocabulary.
+
+    They are of row `column` (int64, a scalar or of the shape of ids) of sequence `batch` (int64 scalar)."""
     logits, bias, mask, cu_logits, cu_adjust = rows
     offsets = ids.to(tl.int64)
-    # Without this hint the compiler of Triton 3.6 spreads a tile's first axis over the warps, and not its blocks.
+    # Without this hint Triton 3.6 distributes a tile's first axis over the warps, instead of its blocks.
     if len(ids.shape) == 3:
         offsets = tl.max_contiguous(offsets, [1, 2, ids.shape[2]])
     at, inside = _locate(logits, cu_logits, batch, column, ids, offsets)
@@ -69,7 +71,7 @@ def read_raw(rows, batch, column, ids):
 
 @triton.jit
 def _locate(view, cu, batch, column, ids, offsets):
-    """Pointers to tokens `ids` (`offsets` are the same in int64) of a view's row, and which of them there are."""
+    """Pointers to tokens `ids` of a view's row, and which of them exist; `offsets` are the ids in int64."""
     values, size, stride_batch, stride_row, stride_token = view
     inside = ids < size
     if cu is not None:
@@ -87,7 +89,7 @@ def without_nan(x):
 
 @triton.jit
 def read(rows, batch, column, ids):
-    """As `read_raw`, and +inf for NaN."""
+    """As `read_raw`, with +inf for NaN."""
     return without_nan(read_raw(rows, batch, column, ids))
 
 
@@ -104,7 +106,7 @@ def read_at(rows, batch, column, ids):
 
 @triton.jit
 def block_ids(block, BLOCK: tl.constexpr, APART: tl.constexpr = 1):
-    """Token ids of blocks [BLOCKS], as a tile of them is held: [BLOCK / 256, BLOCKS, 256]; or of every APART-th token,
+    """Token ids of blocks [BLOCKS] in the layout of a tile: [BLOCK / 256, BLOCKS, 256]. With APART, those of every APART-th token:
     [BLOCK / 256, BLOCKS, 256 / APART]."""
     part, lane = tl.arange(0, BLOCK // LANES), tl.arange(0, LANES // APART) * APART
     return block[None, :, None] * BLOCK + part[:, None, None] * LANES + lane[None, None, :]
@@ -118,27 +120,27 @@ def tile_ids(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexp
 
 @triton.jit
 def block_max(x):
-    """Of each block of a tile: [BLOCKS]."""
+    """The largest of each block of a tile: [BLOCKS]."""
     return tl.max(tl.max(x, axis=0), axis=1)
 
 
 @triton.jit
 def block_sum(x):
-    """Likewise."""
+    """The sum of each block of a tile: [BLOCKS]."""
     return tl.sum(tl.sum(x, axis=0), axis=1)
 
 
 @triton.jit
 def tile_max(x):
-    """Of a whole tile."""
+    """The largest of a whole tile."""
     return tl.max(block_max(x), axis=0)
 
 
 @triton.jit
 def load_temperature(temperature, batch):
-    """1/T and whether the row is greedy; 1/T = 1 for greedy rows, and everywhere if there is no tensor.
+    """1/T, and whether the row is greedy. 1/T is 1 for greedy rows, and for all rows if there is no tensor.
 
-    It is never 0, as 0 times a logit of -inf is NaN."""
+    It is never 0, because 0 times a logit of -inf is NaN."""
     t = 1.0
     if temperature is not None:
         t = tl.load(temperature + batch).to(tl.float32)
@@ -168,7 +170,7 @@ def block_heat(x, peak, inverse_temperature):
 
 @triton.jit
 def lowest_id(value, top, ids):
-    """The lowest of a tile's ids whose value is `top`."""
+    """The lowest id of a tile whose value is `top`."""
     return tl.min(tl.min(tl.min(tl.where(value == top, ids, NO_ID), axis=0), axis=1), axis=0)
 
 
@@ -194,19 +196,19 @@ def row_at(memory, FIELD: tl.constexpr, row):
 
 @triton.jit
 def rest_at(memory):
-    """Pointer behind all fields, which begins on 16 bytes."""
+    """Pointer to the memory after all fields, aligned to 16 bytes."""
     scratch, num_rows, num_blocks, _ = memory
     return scratch + ((BLOCK_FIELDS * num_blocks + ROW_FIELDS) * num_rows + 3) // 4 * 4
 
 
 def floats_per_row(num_blocks: int) -> int:
-    """Scratch memory that the fields take."""
+    """float32 numbers of scratch memory that the fields take per row."""
     return BLOCK_FIELDS.value * num_blocks + ROW_FIELDS.value
 
 
 @triton.jit
 def fetch(pointer, mask, other):
-    """Load what other programs have left: past the cache of this processor."""
+    """Load what other programs have left, bypassing the L1 cache of this processor."""
     return tl.load(pointer, mask=mask, other=other, cache_modifier=".cg")
 
 
@@ -218,8 +220,8 @@ def as_int(pointer):
 
 @triton.jit
 def arrive(counter, expected):
-    """Whether this program is the last of `expected` to come here; what the others wrote before is then visible, and
-    the counter is 0 again."""
+    """Whether this program is the last of `expected` to arrive. If so, it sees what the others wrote before they arrived, and the
+    counter is 0 again."""
     tl.debug_barrier()  # all threads of this program have written
     last = tl.atomic_add(counter, 1, sem="acq_rel") == expected - 1
     if last:
@@ -236,8 +238,9 @@ def log_sum_exp(best, total, inverse_temperature):
 
 @triton.jit
 def leave_masses(x, group_peaks, block, row, memory, inverse_temperature):
-    """Leave peak and mass of each block [BLOCKS] of a tile x, which may be raw; returns the peaks. Takes the largest logits of its
-    groups [BLOCK / 256, BLOCKS] where they are known, or None."""
+    """Leave peak and mass of each block [BLOCKS] of a tile x, which may be raw (from `read_raw`). Returns the peaks.
+
+    group_peaks: the largest logits of its groups [BLOCK / 256, BLOCKS] where they are known, or None."""
     if group_peaks is None:
         peaks = block_max(x)
     else:
@@ -252,8 +255,9 @@ def leave_masses(x, group_peaks, block, row, memory, inverse_temperature):
 @triton.jit
 def leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, want_argmax, MASSES: tl.constexpr,
                 BLOCKS: tl.constexpr):  # fmt: skip
-    """Leave the peaks of a tile's blocks, their masses and argmax if wanted; returns the peaks [BLOCKS]. The tile may be raw if
-    MASSES; on `group_peaks` see `leave_masses`: not None unless MASSES."""
+    """Leave the peaks of a tile's blocks, and if wanted their masses and argmax. Returns the peaks [BLOCKS].
+
+    With MASSES the tile may be raw, and `group_peaks` may be None (see `leave_masses`). Without, neither."""
     block = tile * BLOCKS + tl.arange(0, BLOCKS)
     if MASSES:
         peaks = leave_masses(x, group_peaks, block, row, memory, inverse_temperature)
@@ -269,7 +273,7 @@ def leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, wan
 
 @triton.jit
 def fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS: tl.constexpr):
-    """Of a whole row, from its blocks: best, total = sum of exp((x - best) / T), argmax."""
+    """Stats of a whole row from those of its blocks: best, total = sum of exp((x - best) / T), argmax."""
     block = tl.arange(0, NUM_BLOCKS)
     inside = block < memory[2]
     peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))

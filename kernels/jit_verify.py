@@ -1,4 +1,4 @@
-"""What a sequence asks of its rows and of its drafts; the parts that both launches of verification are made of."""
+"""Parts of both launches of verification: what a sequence needs of its rows and of its drafts."""
 
 import triton
 import triton.language as tl
@@ -42,10 +42,11 @@ def leave_row(
     METHOD: tl.constexpr, FILTERED: tl.constexpr, MASSES: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Leave what the sequence will ask of a row that is filtered or draws by itself: threshold, lse, own token, entropy. Without
-    MASSES the lse only tells whether there is a distribution."""
+    """Leave what the sequence needs of a row that is filtered or draws by itself: threshold, lse, own token, entropy.
+
+    Without MASSES the lse only tells whether there is a distribution."""
     best, total, own = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
-    tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)  # first, so that the search has its register
+    tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)  # first, which frees its register for the search
     threshold = tl.full([], float("-inf"), tl.float32)
     if FILTERED:
         threshold, total = filter_row(
@@ -84,8 +85,9 @@ def fetch_rows(row, inside, memory):
 @triton.jit
 def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD: tl.constexpr, WIDTH: tl.constexpr,
                 AT_ONCE: tl.constexpr):  # fmt: skip
-    """As `fetch_rows`, of rows that have no work of their own, from AT_ONCE of their blocks at once. x_left_out [WIDTH]: the logit of
-    the token that is not in their blocks."""
+    """As `fetch_rows`, for rows that have no work of their own: from the stats of their blocks, AT_ONCE blocks at a time.
+
+    x_left_out [WIDTH]: the logit of the token that is left out of the blocks, -inf if none is."""
     best, own = tl.full([WIDTH], float("-inf"), tl.float32), tl.full([WIDTH], NO_ID, tl.int32)
     total, heat = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
     for start in range(0, memory[2], AT_ONCE):
@@ -94,7 +96,7 @@ def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
         peak = fetch(blocks_at(memory, BLOCK_PEAK, row[:, None]) + block, known, float("-inf"))
         mass = fetch(blocks_at(memory, BLOCK_MASS, row[:, None]) + block, known, 0.0)
         higher = tl.maximum(best, tl.max(peak, axis=1))
-        # exp of less than -1000 is 0, times any finite number; a mass times the lowest of floats would not be finite.
+        # Below -1000, exp is 0, also times any finite number. Without the bound, a mass times the lowest float would not be finite.
         colder = tl.where(total > 0, tl.maximum((best - higher) * inverse_temperature, -1000.0), 0.0)
         if METHOD == "typical":
             cooler = tl.where(mass > 0, tl.maximum((peak - higher[:, None]) * inverse_temperature, -1000.0), 0.0)
@@ -119,7 +121,7 @@ def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
 
 @triton.jit
 def read_drafts(token, draft, draft_threshold, draft_lse, batch, column, num_drafts):
-    """Of the drafts [WIDTH], in the drafter's rows: logit, lse and threshold."""
+    """Logit, lse and threshold of each draft [WIDTH] in its row of draft logits."""
     at, inside = batch * num_drafts + column, column < num_drafts
     q_lse = tl.load(draft_lse + at, mask=inside, other=0.0).to(tl.float32)
     least = tl.load(draft_threshold + at, mask=inside, other=0.0).to(tl.float32)
@@ -128,8 +130,9 @@ def read_drafts(token, draft, draft_threshold, draft_lse, batch, column, num_dra
 
 @triton.jit
 def fit_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy):
-    """Per draft [WIDTH]: whether it can be tested at all, q of its token, and its flags; drafts: what `read_drafts` has read,
-    None for one-hot drafts, whose q is 1."""
+    """Per draft [WIDTH]: whether it can be tested at all (it is *fit*), q of its token, and its flags.
+
+    drafts: what `read_drafts` has read; None for one-hot drafts, whose q is 1."""
     testable = (column < num_drafts) & (token >= 0) & (tl.abs(lse) < float("inf"))
     fit, q, flags = testable, tl.full(lse.shape, 1.0, tl.float32), tl.zeros_like(token).to(tl.int32)
     if drafts is not None:
@@ -143,7 +146,7 @@ def fit_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, gree
 
 @triton.jit
 def draft_prefix(p, q, column, num_drafts):
-    """s [WIDTH]: s_0 = 1, s_i = min(s_{i-1} p(x_i) / q(x_i), 1); p and q of x_i in lane i - 1."""
+    """s [WIDTH]: s_0 = 1, s_i = min(s_{i-1} p(x_i) / q(x_i), 1). p and q of x_i are in lane i - 1."""
     s = tl.full([], 1.0, tl.float32)
     prefix = tl.full(p.shape, 1.0, tl.float32)
     for i in range(num_drafts):
@@ -154,7 +157,7 @@ def draft_prefix(p, q, column, num_drafts):
 
 @triton.jit
 def block_length(prefix, mass, length, seed, position, column):
-    """The longest prefix that passes its own test; prefix s and mass r [WIDTH] in lane i, `length` = n."""
+    """The length of the longest prefix that passes its own test; s_i and r_i are in lane i of `prefix` and `mass`; n = `length`."""
     u = uniforms(seed, position + column - 1, position, ACCEPT)
     passed = tl.where(column < length, u * (mass + 1 - prefix) < mass, u < prefix)
     return tl.max(tl.where(passed & (column > 0) & (column <= length), column, 0), axis=0)

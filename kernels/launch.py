@@ -1,4 +1,4 @@
-"""What the launchers share: how tensors are handed to the kernels, and in what shapes."""
+"""Shared by the launchers: how tensors are passed to the kernels, sizes, and launch options."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,13 +22,14 @@ def as_rows(logits: Tensor) -> Tensor:
 
 
 def view(rows: Tensor) -> tuple[Tensor, int, int, int, int]:
-    """What a kernel gets of logits [B, W, V], or packed [N, V]."""
+    """Logits [B, W, V], or packed [N, V], as a kernel takes them: tensor, V, strides of batch, row and token."""
     batch = rows.stride(0) if rows.dim() == 3 else 0
     return rows, rows.shape[-1], batch, rows.stride(-2), rows.stride(-1)
 
 
 def view_4d(tensor: Tensor) -> tuple[Tensor, int, int, int]:
-    """What a kernel gets of a tensor of 4 dimensions. A stride that is never used must bring no variant of its own."""
+    """A tensor of 4 dimensions as a kernel takes it: tensor and three strides. Strides of dimensions of size 1 are never used; they
+    are set to 0, so that they cause no variant of their own."""
     batch, head, column = (
         0 if size == 1 else stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     )
@@ -38,13 +39,13 @@ def view_4d(tensor: Tensor) -> tuple[Tensor, int, int, int]:
 def vocabulary_view(
     value: Tensor | None, rows: Tensor, cu: Tensor | None = None
 ) -> tuple[Tensor, int, int, int, int] | None:
-    """The same of a bias or mask [V], [B, V] or [B, W, V] over logits [B, W, V], or with `cu` [B+1] of one [V], [B, 1, V] or packed
-    [N, V]: strides are 0 where it is spread."""
+    """A bias or mask as a kernel takes it: [V], [B, V] or [B, W, V] for logits [B, W, V], or with `cu` [B+1] [V], [B, 1, V] or
+    packed [N, V]. Strides are 0 in dimensions that it is broadcast over."""
     if value is None:
         return None
     if cu is not None and value.dim() == 2:
         return view(value)
-    shape = rows.shape[:2] if cu is None else (len(cu) - 1, 2)  # of rows that are spread, two show a stride of 0
+    shape = rows.shape[:2] if cu is None else (len(cu) - 1, 2)  # broadcast over rows: two are enough for a stride of 0
     return view(spread(value, 3).expand(*shape, -1))
 
 
@@ -66,9 +67,9 @@ def shape_arguments(
     token_mask: Tensor | None,
     batched: bool,
 ) -> dict[str, Any]:
-    """Sizes, memory and options for a pass over logits [B, W, V], or packed ones of so many sequences and rows; shape: B and W.
+    """Sizes, memory and options for a pass over logits [B, W, V], or over packed ones; shape: B and W.
 
-    `by_token`: rows draw by themselves; `batched`: with a counter per sequence too."""
+    by_token: whether rows draw by themselves; batched: whether there is a counter per sequence too."""
     (batch, width), vocab_size = shape, rows.shape[-1]
     for name, size in (("B", batch), ("W", width)):
         if size > MAX_GRID:
@@ -94,25 +95,27 @@ def shape_arguments(
         BLOCK=BLOCK,
         FILTERED=filtered,
         num_warps=THREADS // (64 if torch.version.hip else 32),
-        enable_fp_fusion=False,  # the arithmetic is then the twin's on every release of Triton
+        enable_fp_fusion=False,  # so that the arithmetic is the twin's on every release of Triton
         **(registers(128 if is_simple(rows, logit_bias, token_mask) else 255) if grouped else {}),
     )
 
 
 def registers(most: int) -> dict[str, int]:
-    """Launch option: registers of a thread. A processor has 65,536, for two programs of 256 threads with 128 each, three with 80 or four
-    with 64; left alone, the compiler may take a few more, or keep to 128 at the price of spills."""
+    """Launch option: the most registers of a thread.
+
+    A processor has 65,536: enough for two programs of 256 threads with 128 each, three with 80 or four with 64. Without the option
+    the compiler may take a few more, or keep to 128 at the price of spills."""
     return {} if torch.version.hip else dict(maxnreg=most)
 
 
 def lanes(width: int) -> int:
-    """For the K+1 rows of a sequence: 1 without drafts, else 8 or the power of two that holds them, so that few numbers of drafts
+    """Lanes for the K+1 rows of a sequence: 1 without drafts, else at least 8, and a power of two. So only few numbers of drafts
     need a kernel of their own."""
     return 1 if width == 1 else max(8, triton.next_power_of_2(width))
 
 
 def is_simple(rows: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> bool:
-    """Whether logits [..., V] are read 16 bytes at a time and nothing is read beside them, which takes fewer registers."""
+    """Whether logits [..., V] are read 16 bytes at a time, without a bias or mask. Both take fewer registers."""
     return logit_bias is token_mask is None and all(stride % 16 == 0 for stride in rows.stride()[:-1])
 
 

@@ -60,7 +60,7 @@ def sample(
     token_mask: Tensor | None = None,  # [V], [B, V] or [B, W, V] bool, False = excluded
     return_logprobs: bool = False,
 ) -> Draws:
-    """One token per row, and the stats of the rows; see `reference.sample`. The logits are read once, and in part again with filters.
+    """One token per row, and the stats of the rows; see `reference.sample`. The logits are read once, with filters in part again.
 
     Raises:
         ValueError: naming the argument whose type, shape, dtype, device or value does not fit.

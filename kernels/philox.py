@@ -34,8 +34,9 @@ _MASK = 0xFFFFFFFF
 ROUNDS = 10
 UNIFORM_MAX = 1.0 - 2.0**-24  # the largest float32 below 1
 
-# For `_words_in_numpy`. Numbers are arrays here because these cost less in each call. Each constant is a pair for the two halves of a
-# round, which change places from one round to the next: shifts of the seed and what is added to them for the key, and multipliers.
+# For `_words_in_numpy`. Numbers are arrays here because these cost less in each call. Each constant is a pair for the two halves
+# of a round, which change places from one round to the next: shifts of the seed and what is added to them for the key, and
+# multipliers.
 _MASK_64, _32 = np.array(_MASK, dtype=np.uint64), np.array(32, dtype=np.uint64)
 _SHIFTS = np.array([[0, 32], [32, 0]] * (ROUNDS // 2), dtype=np.uint64)
 _ADDED = np.array([[WEYL_0 * i, WEYL_1 * i][:: 1 - 2 * (i % 2)] for i in range(ROUNDS)], dtype=np.uint64)

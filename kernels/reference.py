@@ -8,7 +8,8 @@ distribution, q the drafter's, both after logit bias, token mask, temperature an
 - coupled: Daliri et al., arXiv 2408.07978
 - typical: Cai et al. (Medusa), arXiv 2401.10774; the only one that is not lossless
 
-Rows as distributions are in rows.py, the acceptance tests in reference_acceptance.py, draws in draw.py, random numbers in philox.py.
+Rows as distributions are in rows.py, the acceptance tests in reference_acceptance.py, draws in draw.py, random numbers in
+philox.py.
 """
 
 from collections.abc import Callable

@@ -4,11 +4,12 @@
     block      s_i = min(s_{i-1} p(x_i) / q(x_i), 1) for each of the n drafts that are fit; with
                r_i = sum over v of max(s_i p(v) - q(v), 0) in row i, the prefix of i drafts passes if
                u_i < h_i = r_i / (r_i + 1 - s_i) for i < n, u_n < s_n for i = n;
-               the longest that passes stands, and the next token is drawn from its residual, or for i = n from p.
+               the longest that passes is accepted, and the next token is drawn from its residual, or for i = n from p.
 
-(Sun et al., arXiv 2403.10444, algorithm 2.) One program per tile of a row reads the target's and the draft's logits and
-leaves the mass of each block; the last of a sequence decides, and draws in two levels, reading one block again.
-Sequences of which the first launch has left nothing to do end at once.
+(`block`: Sun et al., arXiv 2403.10444, algorithm 2.) One program per tile of a row reads the logits of target and draft and leaves
+the residual mass of each block. The last program of a sequence decides, and draws in two levels, reading one block again.
+
+Programs of a sequence that the first launch has finished end at once.
 """
 
 import triton
@@ -44,7 +45,7 @@ _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 
 @triton.jit
 def residual_weights(x, y, shifts, inverse_temperature, FILTERED: tl.constexpr):
-    """log2(s p) and q / (s p) of tokens with logits x and y; log max(s p - q, 0) = log(s p) + log(1 - ratio).
+    """log2(s p), and the ratio q / (s p), of tokens with logits x and y: log max(s p - q, 0) = log(s p) + log(1 - ratio).
 
     shifts = (lse of p - log s, lse of q, threshold of p if FILTERED, threshold of q). The ratio is NaN where both are 0.
     """
@@ -60,7 +61,7 @@ def residual_weights(x, y, shifts, inverse_temperature, FILTERED: tl.constexpr):
 @triton.jit
 def _draw_from_residual(rows, draft, batch, column, mass, shifts, inverse_temperature, noise, FILTERED: tl.constexpr,
                         NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A token of the row's residual, whose blocks have these masses [NUM_BLOCKS], and whether there is any."""
+    """A token drawn from the row's residual, whose blocks have the masses `mass` [NUM_BLOCKS], and whether there is any."""
     log_mass = tl.where(mass > 0, tl.log(mass), float("-inf"))
     start = choose_block(log_mass, noise, NUM_BLOCKS) * BLOCK
     ids = start + tl.arange(0, BLOCK)
@@ -70,7 +71,7 @@ def _draw_from_residual(rows, draft, batch, column, mass, shifts, inverse_temper
     return choose_token(weight, ids, start, noise, BLOCK), tl.max(log_mass, axis=0) > float("-inf")
 
 
-# On what is specialised, see row_stats_kernel.
+# Which arguments are specialised: see row_stats_kernel.
 @triton.jit(
     do_not_specialize=["num_rows", "width"],
     do_not_specialize_on_alignment=[
@@ -102,11 +103,11 @@ def residual_kernel(
         column = pending.to(tl.int64)  # the row of the first rejection, or -1
         active, expected = column >= 0, num_tiles
     else:
-        active, expected = column < pending, pending * num_tiles  # each row that has a draft which is fit
+        active, expected = column < pending, pending * num_tiles  # each row with a fit draft
     if active:
         row = batch * width + column
         ids = tile_ids(tile, BLOCKS, BLOCK)
-        # Without NaN, or they would not be fit.
+        # There is no NaN in these rows, or their drafts would not be fit.
         x, y = read_raw(rows, batch, column, ids), read_raw(drafts, batch, column, ids)
         shifts = _shifts(row, row - batch, memory, draft_threshold, draft_lse, METHOD)
         log_p, ratio = residual_weights(x, y, shifts, inverse_temperature, FILTERED)
@@ -123,7 +124,7 @@ def residual_kernel(
 
 @triton.jit
 def _shifts(row, draft_row, memory, draft_threshold, draft_lse, METHOD: tl.constexpr):
-    """What `residual_weights` needs to know of a row; stats may come in half precision, which products would stay in."""
+    """`shifts` of a row for `residual_weights`. Stats may come in half precision; as float32, their products are in float32."""
     p_shift = tl.load(row_at(memory, ROW_LSE, row))
     if METHOD == "block":
         p_shift -= tl.log(tl.load(row_at(memory, ROW_PREFIX, row)))
@@ -138,13 +139,13 @@ def _decide(
     METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many drafts stand, under block, and the next token of a sequence whose residual masses are known."""
+    """For a sequence whose residual masses are known: the next token, and under `block` how many drafts are accepted."""
     draft_tokens, draft_threshold, draft_lse, seed, first = sequence
     column = tl.arange(0, WIDTH).to(tl.int64)
     inside, row = column < width, batch * width + column
     token = tl.load(draft_tokens + batch * (width - 1) + column, mask=column < width - 1, other=-1)
     lse = tl.load(row_at(memory, ROW_LSE, row), mask=inside, other=float("-inf"))
-    # What launch 1 has found at the row behind the last draft that is fit.
+    # Flags that launch 1 has found at the row after the last fit draft.
     flags = tl.load(outputs[2] + batch)
     count = pending.to(tl.int64)
     rejected = count >= 0
@@ -171,7 +172,7 @@ def _decide(
         )  # fmt: skip
         flags |= tl.where(found, 0, _EMPTY_RESIDUAL)
     valid = tl.abs(row_lse) < float("inf")
-    if valid & (not found):  # all drafts stand, or rounding has left no residual: p itself
+    if valid & (not found):  # all drafts accepted, or no residual left by rounding: draw from p
         threshold = tl.load(row_at(memory, ROW_THRESHOLD, decider))
         if FILTERED:
             leave_kept_masses(

@@ -1,9 +1,9 @@
-"""Threshold, log-sum-exp and argmax of rows; see `reference.row_stats` for what they are.
+"""Threshold, log-sum-exp and argmax of rows; see `reference.row_stats` for their definition.
 
     lse = log sum over v of exp(logit_v / T), v with logit_v >= threshold
 
-One program per tile of a row; the last of a row puts its blocks together (jit_rows.py) and searches for the threshold
-if there are filters (jit_filters.py). One launch.
+One launch, with one program per tile of a row. The last program of a row combines its blocks (jit_rows.py) and, if there are
+filters, searches for the threshold (jit_filters.py).
 """
 
 import torch
@@ -19,9 +19,9 @@ from .launch import as_rows, empty_stats, is_filtered, row_arguments, shape_argu
 from .records import RowStats
 
 
-# The vocabulary's size and the strides stay specialised: that they are multiples of 16 is what lets the compiler load
-# 16 bytes at once, and a model has one vocabulary. What varies while serving is not: batch, width, and where small
-# tensors, which may be views of larger ones, begin.
+# The vocabulary's size and the strides stay specialised: because they are multiples of 16, the compiler can load 16 bytes at
+# once, and a model has one vocabulary. What varies while serving is not specialised: batch, width, and where small tensors
+# begin (they may be views of larger ones).
 @triton.jit(
     do_not_specialize=["num_rows", "width"],
     do_not_specialize_on_alignment=[
@@ -50,7 +50,7 @@ def row_stats_kernel(
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
     ids = tile_ids(tile, BLOCKS, BLOCK)
-    x = read_raw(rows, batch, column, ids)  # first, so that all else is done while they come
+    x = read_raw(rows, batch, column, ids)  # first, so that everything else overlaps with the loads
     inverse_temperature, greedy = load_temperature(temperature, batch)
 
     group_peaks = None
@@ -64,7 +64,7 @@ def row_stats_kernel(
 
     if arrive(counters + row, num_tiles):
         best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
-        tl.store(argmax + row, row_argmax.to(tl.int64))  # first, so that the search has its register
+        tl.store(argmax + row, row_argmax.to(tl.int64))  # first, which frees its register for the search
         least = tl.full([], float("-inf"), tl.float32)
         if FILTERED:
             least, total = filter_row(
@@ -77,7 +77,7 @@ def row_stats_kernel(
 
 def row_stats(
     logits: Tensor,  # [B, V] or [B, W, V] float32, bfloat16 or float16, any strides
-    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    temperature: Tensor | None = None,  # [B] float, below 1e-5 = greedy; None: 1
     top_k: Tensor | None = None,  # [B] int; None: off
     top_p: Tensor | None = None,  # [B] float; None: off
     min_p: Tensor | None = None,  # [B] float; None: off

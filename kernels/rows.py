@@ -31,7 +31,7 @@ class Temperatures(NamedTuple):
         return Temperatures(None if every_1 else values, low >= GREEDY_BELOW, high < GREEDY_BELOW)
 
     def greedy(self, like: Tensor) -> Tensor:
-        """Which rows are greedy: [B] bool on the device of `like` [B]. Compared in float32 whatever the dtype, as in the kernels."""
+        """Which rows are greedy: [B] bool on the device of `like` [B]. Compared in float32 whatever the dtype, as kernels do."""
         return torch.zeros_like(like, dtype=torch.bool) if self.values is None else self.values.float() < GREEDY_BELOW
 
     def scale(self, logits: Tensor) -> Tensor | None:

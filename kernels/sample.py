@@ -2,9 +2,9 @@
 
     token = argmax over v of logit_v / T + Gumbel(seed, position, origin, stream, v), v with logit_v >= threshold
 
-One reading leaves the stats of each block and the largest logit of each group of 256 tokens; the last program of a row searches for the
-threshold, if there are filters, and draws, for which few groups matter (jit_draw.py). Greedy rows take the argmax of the logits
-and compute no noise. One launch.
+One launch. The first pass over the logits leaves the stats of each block and the largest logit of each group of 256 tokens. The
+last program of a row searches for the threshold, if there are filters, and draws. For the draw only few groups matter
+(jit_draw.py). Greedy rows take the argmax of the logits and compute no noise.
 """
 
 import torch
@@ -31,7 +31,7 @@ from .philox import SAMPLE
 from .records import Draws
 
 
-# On what is specialised, see row_stats_kernel.
+# Which arguments are specialised: see row_stats_kernel.
 @triton.jit(
     do_not_specialize=["noise_stream", "num_rows", "width"],
     do_not_specialize_on_alignment=[
@@ -57,7 +57,7 @@ def sample_kernel(
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
     ids = tile_ids(tile, BLOCKS, BLOCK)
-    x = read_raw(rows, batch, column, ids)  # first, so that all else is done while they come
+    x = read_raw(rows, batch, column, ids)  # first, so that everything else overlaps with the loads
     inverse_temperature, greedy = load_temperature(temperature, batch)
     row_position = tl.load(position + batch) + column
     row_origin = tl.zeros_like(row_position)
@@ -99,7 +99,7 @@ def sample_kernel(
 
 def sample(
     logits: Tensor,  # [B, V] or [B, W, V] float32, bfloat16 or float16, any strides
-    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    temperature: Tensor | None = None,  # [B] float, below 1e-5 = greedy; None: 1
     top_k: Tensor | None = None,  # [B] int; None: off
     top_p: Tensor | None = None,  # [B] float; None: off
     min_p: Tensor | None = None,  # [B] float; None: off

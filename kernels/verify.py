@@ -1,20 +1,22 @@
-"""How many drafts stand and what comes next, from logits; see `reference.verify` for the rules.
+"""How many drafts are accepted and what comes next, from logits; see `reference.verify` for the rules.
 
 With p the target's and q the drafter's distribution, each from logits, temperature and stats:
 
     rejection  accept x_i while u_i q(x_i) < p(x_i);  after a rejection draw from max(p - q, 0)
-    block      s_i = min(s_{i-1} p(x_i) / q(x_i), 1);  the longest prefix with u_i < h_i stands (residual.py)
-    coupled    accept x_i while it is argmax of logit / T + Gumbel noise, which is what comes next as well
+    block      s_i = min(s_{i-1} p(x_i) / q(x_i), 1);  accept the longest prefix with u_i < h_i (residual.py)
+    coupled    accept x_i while it is argmax of logit / T + Gumbel noise; that argmax is also the next token
     typical    accept x_i while p(x_i) > min(epsilon, delta exp(-entropy of p))
 
-Launch 1 (verify_kernel) has one program per tile of a target row. Each reads its tile and leaves what its blocks come to
-(jit_rows.py). The last of a row searches for its threshold, if there are filters, and under `coupled` draws from it. The last of a
-sequence knows all its rows; it tests the drafts, and draws what comes next, in two levels, reading one block of logits again
-(jit_decide.py).
+Launch 1 (verify_kernel) has one program per tile of a target row.
 
-One-hot drafts need no more: in the residual max(p - one-hot, 0) the draft's token is missing, so its row is read without
-it. Where q is a distribution, launch 2 (residual.py) reads the row of the first rejection and the draft's row beside it,
-or under `block` all rows that have a draft. Nothing as wide as the vocabulary is written.
+- Each program reads its tile and leaves the stats of its blocks (jit_rows.py).
+- The last program of a row searches for its threshold, if there are filters, and under `coupled` draws from the row.
+- The last program of a sequence tests the drafts and draws the next token, in two levels, reading one block of logits again (with
+  filters, all blocks that hold a kept logit: jit_decide.py).
+
+One-hot drafts need no more: their residual max(p - one-hot, 0) is p without the draft's token, so the row is read without it. Where
+q is a distribution, launch 2 (residual.py) reads the target's row of the first rejection and the draft's row, or under `block` all
+rows that have a draft. Nothing as wide as the vocabulary is written.
 """
 
 import torch
@@ -44,7 +46,7 @@ from .residual import residual_kernel
 from .row_stats import row_stats
 
 
-# On what is specialised, see row_stats_kernel.
+# Which arguments are specialised: see row_stats_kernel.
 @triton.jit(
     do_not_specialize=["num_rows", "width", "typical_epsilon", "typical_delta"],
     do_not_specialize_on_alignment=[
@@ -70,7 +72,7 @@ def verify_kernel(
     AT_ONCE: tl.constexpr,  # blocks of all rows of a sequence that are held in registers
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    BY_ROW: tl.constexpr = FILTERED or METHOD == "coupled"  # a row has work of its own, before that of its sequence
+    BY_ROW: tl.constexpr = FILTERED or METHOD == "coupled"  # each row has work of its own before that of its sequence
     MASSES: tl.constexpr = METHOD != "coupled" or FILTERED or logprobs is not None
     LEAVE_OUT: tl.constexpr = draft is None and not FILTERED and (METHOD == "rejection" or METHOD == "block")
     rows = (target, bias, mask, cu_num_logits, cu_num_logits)
@@ -78,7 +80,7 @@ def verify_kernel(
     tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
 
-    # This tile. The logits are asked for first, so that all else is done while they come.
+    # This tile. The logits are loaded first, so that everything else overlaps with the loads.
     ids = tile_ids(tile, BLOCKS, BLOCK)
     x = read_raw(rows, batch, column, ids)
     inverse_temperature, greedy = load_temperature(temperature, batch)
@@ -101,7 +103,7 @@ def verify_kernel(
             heat = block_heat(x, peaks, inverse_temperature)
             tl.store(blocks_at(memory, BLOCK_HEAT, row) + block, heat, mask=block < num_blocks)
 
-    # Its row, if this is the last tile of it, and its sequence, if this is the last row of it.
+    # Then its row, if this tile is the last of it, and its sequence, if this row is the last of it.
     drafts = (draft, bias, mask, None, cu_num_logits)
     sequence = (draft_tokens, drafts, draft_threshold, draft_lse, seed, position, inverse_temperature, greedy)
     outputs = (tokens, num_accepted, status, logprobs)
@@ -127,7 +129,7 @@ def verify_kernel(
 
 @triton.jit
 def _own_noise(seed, position, batch, column):
-    """With which a row draws by itself."""
+    """The noise with which a row of the target draws by itself."""
     first = tl.load(position + batch)
     return tl.load(seed + batch), first + column, tl.zeros_like(first), SAMPLE
 
@@ -138,7 +140,7 @@ def verify(
     draft_logits: Tensor | None = None,  # [B, K, V_draft] likewise; None: one-hot
     draft_stats: RowStats | None = None,  # of draft_logits, fields [B, K]
     *,
-    temperature: Tensor | None = None,  # [B] float, 0 = greedy; None: 1
+    temperature: Tensor | None = None,  # [B] float, below 1e-5 = greedy; None: 1
     top_k: Tensor | None = None,  # [B] int; None: off
     top_p: Tensor | None = None,  # [B] float; None: off
     min_p: Tensor | None = None,  # [B] float; None: off
@@ -152,9 +154,9 @@ def verify(
     typical_epsilon: float = 0.09,
     typical_delta: float = 0.3,
 ) -> Verdict:
-    """How many drafts stand, and the next token; see `reference.verify`.
+    """How many drafts are accepted, and the next token; see `reference.verify`.
 
-    One launch; two where draft_logits count (`rejection` and `block`), and one more where they come without stats.
+    One launch; two where draft_logits are used (`rejection` and `block`), and one more if they come without stats.
     """
     batch, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
     device = target_logits.device
@@ -216,7 +218,7 @@ def verify(
 def _registers(
     method: str, width: int, filtered: bool, one_hot: bool, return_logprobs: bool, simple: bool, dtype: torch.dtype
 ) -> dict[str, int]:
-    """For as many programs to a processor as there can be without spills; none: as `shape_arguments` has it."""
+    """A limit that lets as many programs run on a processor as possible without spills; {}: that of `shape_arguments` holds."""
     block, by_row = method == "block", filtered or method == "coupled"
     if (
         (width > 16 and (block or not by_row or return_logprobs))

@@ -27,29 +27,36 @@ def warmup(
 ) -> None:
     """Run every variant that such calls of `row_stats`, `sample` and `verify` can need, and reserve memory for graphs.
 
-    Covered are calls that give `temperature`, and with `filters` also those that give all of `top_k`, `top_p` and `min_p`
-    beside it (a value that changes nothing is a way to leave one out). Logits are contiguous and begin on 16 bytes, or are
-    the first rows or one row of each sequence of such a batch where V is a multiple of 16.
+    Covered:
 
-    Not covered, and compiled when they first come: calls without `temperature`; with one or two of the filters; without the
-    bias or the mask that is warmed up for; with a bias or a mask where V is no multiple of 16; other layouts and dtypes.
+    - Calls that pass `temperature`. With `filters`, also those that pass all of `top_k`, `top_p` and `min_p` beside it. (To leave
+      one out, pass a value that turns it off.)
+    - Logits that are contiguous and begin on 16 bytes. Where V is a multiple of 16, also the first rows, or one row, of each
+      sequence of such a batch.
 
-    Batch size, number of drafts and where a batch begins in larger tensors do not matter to what is compiled, except that
-    `verify` has a variant for no draft, one for up to 7, one each for up to 15, 31 and so on; and more where V is no multiple of 16:
-    a sequence of rows then begins on 16 elements at some numbers of drafts only.
+    Not covered, so compiled at first use:
+
+    - calls without `temperature`, or with one or two of the filters;
+    - calls without the bias or the mask that is warmed up for;
+    - calls with a bias or a mask where V is no multiple of 16;
+    - other layouts and dtypes.
+
+    Batch size, number of drafts and where a batch begins in larger tensors do not change what is compiled, with two exceptions.
+    `verify` has one variant for no draft, one for up to 7, and one each for up to 15, 31 and so on. Where V is no multiple of 16
+    there are more, because a sequence of rows then begins on 16 elements at some numbers of drafts only.
 
     Args:
         vocab_size: V of the target's logits.
         num_draft_tokens: the largest K, >= 0.
         dtype: of the logits.
-        device: where they are. Where the torch twins serve there is nothing to compile, and nothing is done: on a CPU unless
+        device: of the logits. Nothing is done where the torch twins serve, as there is nothing to compile: on a CPU unless
             ENGINE_KERNELS=triton, anywhere under ENGINE_KERNELS=torch, and in float64.
         methods: those of `verify` that will be used.
         draft_vocab_size: V of the draft's logits, >= 1; None: drafts are one-hot.
-        filters: calls come with top_k, top_p and min_p too, and without (each call: all three or none).
-        logit_bias, token_mask: whether [V] tensors of them are given.
-        return_logprobs: whether log-probabilities are asked for.
-        packed: `verify` gets packed logits, with cu_num_logits.
+        filters: whether some calls pass top_k, top_p and min_p (each call: all three or none).
+        logit_bias, token_mask: whether calls pass them, as [V] tensors.
+        return_logprobs: whether calls ask for log-probabilities.
+        packed: whether `verify` gets packed logits, with cu_num_logits.
 
     Raises:
         ValueError: naming the argument whose type or value does not fit.
@@ -100,8 +107,10 @@ def warmup(
 
 
 def _widths(num_draft_tokens: int, vocab_size: int, draft_vocab_size: int | None = None) -> list[int]:
-    """One of the widths up to K+1 for each variant: they differ in the lanes that hold them, and in whether the
-    logits of a sequence begin on 16 elements, by which the compiler chooses how it loads them."""
+    """One of the widths up to K+1 for each variant.
+
+    Variants differ in the lanes that hold the rows, and in whether the logits of a sequence begin on 16 elements, which decides how
+    the compiler loads them."""
     from .launch import lanes  # here, as that needs Triton
 
     def variant(width: int) -> tuple[int, ...]:
@@ -112,6 +121,6 @@ def _widths(num_draft_tokens: int, vocab_size: int, draft_vocab_size: int | None
 
 
 def _bias_and_mask(size: int, logit_bias: bool, token_mask: bool, device: torch.device) -> dict[str, Any]:
-    """A bias and a mask that change nothing, as far as they are wanted."""
+    """A bias and a mask that change nothing, where they are asked for."""
     found = {"logit_bias": torch.zeros(size, device=device)} if logit_bias else {}
     return found | ({"token_mask": torch.ones(size, dtype=torch.bool, device=device)} if token_mask else {})

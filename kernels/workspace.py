@@ -1,12 +1,15 @@
 """Memory that the kernels use between their programs: counters of arrivals, and scratch.
 
-Both are allocated once per thread, device and stream, for the largest call so far: calls of one thread on one stream follow each
-other, launches of two threads on one stream may alternate, calls on two streams overlap. The kernels leave every counter at 0,
-so nothing is cleared between calls.
+Both are allocated once per thread, device and stream, for the largest call so far. Calls of one thread on one stream follow each
+other. But launches of two threads on one stream may alternate, and calls on two streams overlap, so these share no memory. The
+kernels leave every counter at 0, so nothing is cleared between calls.
 
-While a CUDA graph is captured, memory must be the graph's own: the scratch comes from its pool, and the counters from a
-pool of zeros that was allocated before and is never handed out twice (`reserve`; `warmup` calls it, and so does whoever
-captures many graphs, before each). Where that is used up, the graph clears its counters itself, with one more node.
+While a CUDA graph is captured, memory must be the graph's own:
+
+- Scratch comes from the graph's pool.
+- Counters come from a pool of zeros that was allocated before and is never handed out twice. `reserve` allocates it; `warmup` calls
+  it, and so must whoever captures many graphs, before each. Where the pool is used up, the graph clears its counters itself, with
+  one more node.
 """
 
 import threading
@@ -18,12 +21,12 @@ RESERVED_COUNTERS = 1 << 18  # 1 MiB per device
 
 _mine = threading.local()
 _reserved: dict[torch.device, Tensor] = {}  # what is left of the newest pool
-_taking = threading.Lock()  # from the pools, which all threads share
-_pools: list[Tensor] = []  # all that there ever were: graphs know their counters by address alone
+_taking = threading.Lock()  # held while taking from the pools, which all threads share
+_pools: list[Tensor] = []  # all pools, kept alive: graphs know their counters by address alone
 
 
 def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple[Tensor, Tensor]:
-    """(counters int32, all 0; scratch float32) with at least so many elements each."""
+    """(counters int32, all 0; scratch float32), with at least the given numbers of elements."""
     if _capturing(device):
         zeros = _captured_counters(device, num_counters)
         return zeros, torch.empty(num_floats, dtype=torch.float32, device=device)
@@ -33,14 +36,14 @@ def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple
     if counters is None or counters.numel() < num_counters:
         counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
     if scratch is None or scratch.numel() < num_floats:
-        scratch = None  # the smaller one goes before the larger one comes
+        scratch = None  # free the smaller one before the larger one is allocated
         scratch = torch.empty(num_floats, dtype=torch.float32, device=device)
     memory[device, stream] = counters, scratch
     return counters, scratch
 
 
 def stream_memory() -> dict[tuple[torch.device, int], tuple[Tensor, Tensor]]:
-    """This thread's counters and scratch, by device and stream; they go when the thread ends."""
+    """This thread's counters and scratch, by device and stream; they are freed when the thread ends."""
     memory: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = vars(_mine).setdefault("memory", {})
     return memory
 
@@ -53,7 +56,7 @@ def _capturing(device: torch.device) -> bool:
 
 
 def reserve(device: torch.device) -> None:
-    """Allocate the counters that captured graphs take theirs from, if there are not many."""
+    """Allocate a pool that captured graphs take their counters from, if less than a quarter of one is left."""
     if device.type != "cuda":
         return
     with _taking:
@@ -72,5 +75,5 @@ def _captured_counters(device: torch.device, count: int) -> Tensor:
 
 
 def _aligned(count: int) -> int:
-    """Counters of another graph begin on another 128 bytes, and for the compiler all begin alike."""
+    """`count` rounded up to 128 bytes: graphs share no 128 bytes, and the compiler sees the same alignment for all."""
     return (count + 31) // 32 * 32
