@@ -19,6 +19,7 @@ from kernel_cases import (
     VOCABS,
     Case,
     assert_independent,
+    check_row_stats,
     check_sample,
     check_verify,
     every_other,
@@ -316,6 +317,30 @@ def test_target_rows_without_a_distribution() -> None:
         assert (verdict.status[::3] == flag).all() and (verdict.tokens[::3] == -1).all()
         assert {0, int(flag)} == set(verdict.status.tolist())
         check_verify(case, draft_logits=None)
+
+
+@pytest.mark.parametrize("filters", [{}, dict(top_p=torch.tensor([0.9] * 4))], ids=["plain", "filtered"])
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_too_large_for_their_temperature(method: str, filters: dict[str, torch.Tensor]) -> None:
+    """A logit / T beyond float32 is like one that is +inf: a verdict without a next token always says why."""
+    case = verify_case(generator(20), 4, 1, 1_030)
+    case |= filters | dict(temperature=torch.tensor([0.5, 1.0, 0.5, 0.0]))
+    case["target_logits"][:2, :, 1_029] = 3e38
+    verdict = check_verify(case, method=method)
+    assert verdict.status.tolist() == [Status.NAN_TARGET, 0, 0, 0]
+    assert (verdict.tokens == -1).all(dim=1).tolist() == [True, False, False, False]
+    stats = check_row_stats(case["target_logits"], case["temperature"], **filters)
+    assert stats.lse.isnan().tolist() == [[True] * 2, [False] * 2, [False] * 2, [False] * 2]
+    tokens = check_sample(
+        case["target_logits"], seed=case["seed"], position=case["position"], temperature=case["temperature"]
+    )
+    assert (tokens == -1).tolist() == stats.lse.isnan().tolist()
+    case["target_logits"][0, :, 1_029] = 0.0
+    case["draft_logits"] = case["target_logits"][:, :1].clone()
+    case["draft_logits"][0, :, 1_029] = 3e38
+    if method in ("rejection", "block"):
+        case["draft_tokens"][0] = 0
+        assert check_verify(case, method=method).status[0] == Status.INVALID_DRAFT
 
 
 def test_draft_rows_without_a_distribution() -> None:
