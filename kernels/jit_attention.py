@@ -48,16 +48,21 @@ def logits_of(dots, scale, softcap):
     """s / log 2, because a GPU has exp2 and not exp."""
     if softcap is None:
         s = dots * (scale * LOG2_E)
-    else:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), also where exp overflows
+    else:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), also where exp overflows. Near 0 that loses x beside 1: there its series is taken.
         tanh = 1.0 - 2.0 / (tl.exp2(dots * (2.0 * scale / softcap * LOG2_E)) + 1.0)
+        x = dots * (scale / softcap)
+        square = x * x
+        tanh = tl.where(square < 0.01, x + x * square * (square * (2 / 15) - 1 / 3), tanh)
         s = tanh * (softcap * LOG2_E)
     return s
 
 
 @triton.jit
 def inverse(peak, mass, sinks, head, mask):
-    """The factor for the sums of query rows, 1 / mass. It is 1 where a row saw nothing and has no sink; the sums are then 0."""
+    """The factor for the sums of query rows, 1 / mass. It is 1 where a row saw nothing: its sums are 0, whatever a sink weighs."""
+    seen = mass != 0.0
     if sinks is not None:
         sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2_E
         mass += tl.exp2(sink - finite(peak))
-    return tl.div_rn(1.0, tl.where(mass == 0.0, 1.0, mass))
+    return tl.div_rn(1.0, tl.where(seen, mass, 1.0))

@@ -94,6 +94,23 @@ def test_logits_of_any_size() -> None:
     check_attention(case, scale=1e-30, softcap=1e4)
 
 
+@pytest.mark.parametrize("softcap", [1e3, 1e4, 1e6])
+def test_a_softcap_far_above_the_logits(softcap: float) -> None:
+    """It changes next to nothing: tanh(x) is x at x = 1e-6 too, and not x in steps of 6e-8."""
+    case = attention_case((20, 600))
+    capped = check_attention(case, softcap=softcap)
+    torch.testing.assert_close(capped, check_attention(case), **TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("kv_length", [None, 2])
+def test_sinks_of_queries_that_see_nothing(kv_length: int | None) -> None:
+    """They give 0, also where the exponential of the sink is a number whose inverse is none: near exp(-90)."""
+    case = attention_case((2, 3), width=3, num_valid=(1, 0), capacity=600)
+    for sink in (-80.0, -89.0, -90.0, -95.0, -100.0, -200.0, -torch.inf, 200.0):
+        result = check_attention(case, window=1, kv_length=kv_length, sinks=torch.full((4,), sink))
+        assert (result[1] == 0).all() and (result[0, 1:] == 0).all()
+
+
 def test_logits_far_below_zero() -> None:
     """-1000 and less, behind keys that are not seen: their peak of -inf weighs nothing against that."""
     case = attention_case((20, 600), dtype=torch.bfloat16)
