@@ -233,7 +233,8 @@ def arrive(counter, expected):
 def log_sum_exp(best, total, inverse_temperature):
     """best / T + log(total): -inf for a row that is -inf throughout, NaN for one with NaN or +inf, or whose best / T is +inf."""
     lse = tl.where(total > 0, best * inverse_temperature + tl.log(total), float("-inf"))
-    return tl.where(best * inverse_temperature == float("inf"), float("nan"), lse)
+    endless = (best == float("inf")) | (best * inverse_temperature == float("inf"))
+    return tl.where(endless, float("nan"), lse)
 
 
 @triton.jit
