@@ -8,7 +8,7 @@ import typer
 
 from . import cli_options as options
 from .prompt_files import read_prompts
-from .training.options import METHODS, TrainingOptions
+from .training.options import LOSSES, METHODS, TrainingOptions
 
 ANSWERS, TRAINING = "Answers of the target", "Training"
 _DEFAULT = TrainingOptions("eagle3", "target")
@@ -103,6 +103,14 @@ def train(
             "Learn what follows in the prompts too, for prompts that read like what the target writes.",
         ),
     ] = _DEFAULT.learn_prompts,
+    loss: Annotated[
+        str,
+        _option(
+            "--loss",
+            f"What is minimised, {' or '.join(LOSSES)}: the divergence from the target's distribution, or the negative logarithm "
+            "of the acceptance rate.",
+        ),
+    ] = _DEFAULT.loss,
     epochs: Annotated[int, _option("--epochs", "Times that every answer is learned from.")] = _DEFAULT.epochs,
     learning_rate: Annotated[float, _option("--learning-rate", "Peak learning rate.")] = _DEFAULT.learning_rate,
     tokens_per_batch: Annotated[
@@ -134,7 +142,7 @@ def train(
         max_new_tokens=max_new_tokens, max_length=max_length, batch_size=batch_size, validation_share=validation_share,
         draft_vocab_size=draft_vocab_size, layers=tuple(layers or ()), start_from=start_from,
         freeze_head=freeze_head, num_steps=num_steps, num_layers=num_layers, learn_prompts=learn_prompts,
-        epochs=epochs, learning_rate=learning_rate, tokens_per_batch=tokens_per_batch, seed=seed,
+        loss=loss, epochs=epochs, learning_rate=learning_rate, tokens_per_batch=tokens_per_batch, seed=seed,
         max_disk_gb=max_disk_gb, dtype=dtype, device=device,
     )  # fmt: skip
     from transformers.utils import logging

@@ -352,7 +352,7 @@ def test_train_passes_all_options_on(
     other: dict[str, Any] = dict(
         temperatures=(0.5, 1.0), layers=(3, 1), chat=False, start_from="head", freeze_head=True, max_new_tokens=5, max_length=6,
         batch_size=7, validation_share=0.25, draft_vocab_size=8, num_steps=9, epochs=11, learning_rate=0.125, tokens_per_batch=12,
-        learn_prompts=True, seed=13, max_disk_gb=1.5, dtype="float32", device="cpu",
+        learn_prompts=True, loss="lk", seed=13, max_disk_gb=1.5, dtype="float32", device="cpu",
     )  # fmt: skip
     assert {"method", "target", "num_layers", *other} == {field.name for field in dataclasses.fields(TrainingOptions)}
     for name, value in other.items():

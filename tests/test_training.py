@@ -33,7 +33,7 @@ from engine.training.run import train_drafter
 ROOT = Path(__file__).resolve().parent.parent
 METHODS: dict[str, dict[str, Any]] = {
     "eagle3": {},
-    "eagle3-frozen": {"method": "eagle3", "freeze_head": True},
+    "eagle3-frozen": {"method": "eagle3", "freeze_head": True, "loss": "lk"},
     "medusa": {"method": "medusa"},
     "mlp": {"method": "mlp"},
     "draft-model": {"method": "draft-model"},
@@ -639,6 +639,7 @@ def test_a_folder_that_cannot_be_made(target: Path) -> None:
             "num_layers must not be given for the method eagle3, got 2: it is an option of draft-model",
         ),
         ({"freeze_head": 1}, "freeze_head must be True or False, got 1"),
+        ({"loss": "tv"}, "loss must be one of kl, lk, got 'tv'"),
     ],
 )
 def test_bad_options(changes: dict[str, Any], message: str) -> None:

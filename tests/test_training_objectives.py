@@ -22,7 +22,9 @@ from engine.training.eagle3 import Eagle3Training, Unroll, head_config
 from engine.training.eagle3_files import save_eagle3
 from engine.training.hidden import KeptTexts, Text
 from engine.training.loop import acceptance, evaluate, learning_rate
+from engine.training.losses import LOWEST_RATE, draft_loss
 from engine.training.objectives import STEP_DECAY, DraftModelTraining, HeadTraining, MedusaTraining, MlpTraining
+from engine.training.options import LOSSES
 from engine.training.run import frequent_tokens
 from engine.training.soft_labels import SoftLabels
 from engine.training.target_head import TargetHead
@@ -61,11 +63,11 @@ def ragged_batch(target: PreTrainedModel) -> Batch:
     return collate([random_text(target, *sizes, seed=i) for i, sizes in enumerate([(9, 4), (5, 4), (24, 5), (21, 1)])])
 
 
-def eagle(target: PreTrainedModel, reduced: bool = True, freeze_head: bool = False) -> Eagle3Training:
+def eagle(target: PreTrainedModel, reduced: bool = True, freeze_head: bool = False, loss: str = "kl") -> Eagle3Training:
     """Untrained; all its weights can be held in bfloat16, and are held in float32."""
     torch.manual_seed(6)
     ids = torch.arange(1, VOCAB, 2) if reduced else torch.arange(VOCAB)
-    module = Eagle3Training(target, LAYERS, ids, num_steps=STEPS, freeze_head=freeze_head)
+    module = Eagle3Training(target, LAYERS, ids, num_steps=STEPS, freeze_head=freeze_head, loss=loss)
     return rounded(module)
 
 
@@ -208,24 +210,45 @@ def test_unrolled_steps_are_those_of_the_model(cached: bool, first: int, started
                 place = features.shape[1] - 1 if cached else 0
 
 
+def textbook_loss(name: str, wanted: Tensor, logits: Tensor) -> Tensor:
+    """Of rows [..., V] of probabilities and logits: [...]."""
+    if name == "kl":
+        return -(wanted * logits.log_softmax(-1)).sum(-1)
+    distance = (wanted.double() - logits.double().softmax(-1)).abs().sum(-1) / 2
+    return -(1 - distance).clamp(min=LOWEST_RATE).log().float()  # the acceptance rate is 1 - TV(p, q)
+
+
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("wants_weight", [False, True])
-def test_soft_cross_entropy_is_the_textbook_formula(wants_weight: bool) -> None:
+def test_losses_of_soft_labels_are_the_textbook_formulas(name: str, wants_weight: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(700, 16, generator=generator, requires_grad=True)  # more than two parts of rows
     weight = torch.randn(40, 16, generator=generator, requires_grad=wants_weight)
     labels = torch.randn(900, 40, generator=generator).softmax(-1)
     rows = torch.randint(0, 900, (700,), generator=generator)
-    loss, best = SoftLabels(labels, weight).cross_entropy(hidden, rows)
+    loss, best = SoftLabels(labels, weight, name).loss(hidden, rows)
     (3 * loss).backward()
     found = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
     logits = hidden @ weight.T
-    expected = -(labels[rows] * logits.log_softmax(-1)).sum(-1).mean()
+    expected = textbook_loss(name, labels[rows], logits).mean()
     (3 * expected).backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(found, (hidden.grad, weight.grad))
     assert (weight.grad is not None) == wants_weight
     assert torch.equal(best, logits.argmax(-1))
+
+
+def test_drafts_that_are_never_accepted_have_a_finite_loss() -> None:
+    labels, logits = torch.tensor([[1.0, 0.0]]), torch.tensor([[-200.0, 0.0]], requires_grad=True)
+    expected = -math.log(LOWEST_RATE)
+    found = draft_loss("lk", labels, logits)
+    found.sum().backward()
+    assert found.item() == pytest.approx(expected) and logits.grad.isfinite().all()
+    hidden = logits.detach().clone().requires_grad_()
+    loss, _ = SoftLabels(labels, torch.eye(2), "lk").loss(hidden, torch.tensor([0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected) and hidden.grad.isfinite().all()
 
 
 def textbook(
@@ -243,7 +266,7 @@ def textbook(
                     if start + 1 + step >= int(batch.lengths[row]):
                         break
                     wanted, logits = said[start + 1 + step], logits_of(row, start, step)
-                    losses[step].append(-(wanted[ids].softmax(-1) * logits.log_softmax(-1)).sum())
+                    losses[step].append(textbook_loss(module.loss, wanted[ids].softmax(-1), logits))
                     outcomes[step][0] += stands
                     stands = stands and int(ids[logits.argmax()]) == int(wanted.argmax())
                     outcomes[step][1] += stands
@@ -251,11 +274,14 @@ def textbook(
     return float(loss), outcomes
 
 
-@pytest.mark.parametrize(("reduced", "freeze_head"), [(True, False), (False, False), (True, True)])
-def test_loss_of_eagle3(reduced: bool, freeze_head: bool) -> None:
+@pytest.mark.parametrize(
+    ("reduced", "freeze_head", "name"),
+    [(True, False, "kl"), (False, False, "lk"), (True, True, "kl"), (True, True, "lk")],
+)
+def test_loss_of_eagle3(reduced: bool, freeze_head: bool, name: str) -> None:
     """With a frozen head, the draft vocabulary has the batch's tokens too."""
     target = terse_target()
-    training = eagle(target, reduced, freeze_head).eval()
+    training = eagle(target, reduced, freeze_head, name).eval()
     batch = ragged_batch(target)
     ids, rows = training.draft_ids, training.head.lm_head.weight
     if freeze_head:
@@ -287,10 +313,10 @@ def eagle_logits(
     return head.normed(features[0, -1]) @ rows.T
 
 
-@pytest.mark.parametrize("kind", [MedusaTraining, MlpTraining])
-def test_loss_of_heads(kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "name"), [(MedusaTraining, "kl"), (MlpTraining, "kl"), (MlpTraining, "lk")])
+def test_loss_of_heads(kind: Any, name: str) -> None:
     target = terse_target()
-    training = rounded(kind(target, STEPS)).eval()
+    training = rounded(kind(target, STEPS, name)).eval()
     batch = ragged_batch(target)
     hidden = batch.hidden[..., -32:]
 

@@ -38,6 +38,7 @@ class Eagle3Training(nn.Module):
             vocabulary, as a text does that is drafted (`DraftVocabulary`).
         start: begin with the weights of this head, which passed `check_start`, and go by its config; with its output matrix,
             unless that is the target's.
+        loss: one of LOSSES.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Eagle3Training(nn.Module):
         num_steps: int = 4,
         freeze_head: bool = False,
         start: EagleModel | None = None,
+        loss: str = "kl",
     ) -> None:
         super().__init__()
         config = target.config.get_text_config()
-        self.layers, self.num_steps, self.freeze_head = layers, num_steps, freeze_head
+        self.layers, self.num_steps, self.freeze_head, self.loss = layers, num_steps, freeze_head, loss
         own = head_config(config, len(layers), len(draft_ids)) if start is None else copy.deepcopy(start.config)
         own.draft_vocab_size = len(draft_ids)
         own.last_state_normed = config.num_hidden_layers in layers  # as `Batch.hidden` is
@@ -89,7 +91,7 @@ class Eagle3Training(nn.Module):
             target_rows = self.target_head.rows(ids)
             labels = torch.cat([target_rows(rows).softmax(-1).to(torch.bfloat16) for rows in final])
             chosen = labels.argmax(-1).view(final.shape[:2]) if self.training else self._argmax(final)
-        soft = SoftLabels(labels, target_rows.weight if self.freeze_head else self.head.lm_head.weight)
+        soft = SoftLabels(labels, target_rows.weight if self.freeze_head else self.head.lm_head.weight, self.loss)
         row = torch.arange(len(labels), device=tokens.device).view(chosen.shape)
         unroll = Unroll(self.head, tokens, self.head.fuse(features[:, :-1].to(self.head.fc.weight.dtype)), first)
         loss, outcomes = torch.zeros((), device=tokens.device), []
@@ -101,8 +103,8 @@ class Eagle3Training(nn.Module):
                 break
             normed = self.head.normed(hidden[:, : count - step][there])
             where = row[:, step:][there]
-            entropy, drafts = soft.cross_entropy(normed, where)
-            loss = loss + STEP_DECAY**step * entropy
+            of_step, drafts = soft.loss(normed, where)
+            loss = loss + STEP_DECAY**step * of_step
             stood = (drafts if self.training else ids[drafts]) == chosen.flatten()[where]
             before = right[:, : count - step][there]
             outcomes.append(torch.stack([before.sum(), (stood & before).sum()]))

@@ -19,6 +19,7 @@ from ..drafters.medusa import MedusaDrafter
 from ..drafters.medusa_model import MedusaHeads
 from ..drafters.mlp import MlpSpeculator, MlpSpeculatorDrafter
 from .batches import Batch
+from .losses import draft_loss
 from .target_head import TargetHead, weight_of
 
 STEP_DECAY = 0.9  # weight of a draft against the one before it
@@ -35,13 +36,14 @@ class HeadTraining(nn.Module, ABC):
     Args:
         target: not changed.
         num_steps: drafts that a chain is trained on.
+        loss: one of LOSSES.
     """
 
-    def __init__(self, target: PreTrainedModel, num_steps: int) -> None:
+    def __init__(self, target: PreTrainedModel, num_steps: int, loss: str) -> None:
         super().__init__()
         check_int("num_steps", num_steps, 1)
         self.target_head = TargetHead.of(target)
-        self.num_steps = num_steps
+        self.num_steps, self.loss = num_steps, loss
 
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """The loss and, for each draft, [2] int64: chains whose earlier drafts stood, and those where it stands too."""
@@ -57,7 +59,7 @@ class HeadTraining(nn.Module, ABC):
             with torch.no_grad():
                 wanted = self.target_head(final[rows[there], at[there]])
             found = logits[there].float()
-            loss = loss - STEP_DECAY**step * (wanted.softmax(-1) * found.log_softmax(-1)).sum(-1).mean()
+            loss = loss + STEP_DECAY**step * draft_loss(self.loss, wanted.softmax(-1), found).mean()
             before = right & there
             right = torch.zeros_like(right)
             right[there] = before[there] & (found.argmax(-1) == wanted.argmax(-1))
@@ -92,10 +94,11 @@ class MedusaTraining(HeadTraining):
 
     Args:
         num_steps: heads.
+        loss: one of LOSSES.
     """
 
-    def __init__(self, target: PreTrainedModel, num_steps: int = 4) -> None:
-        super().__init__(target, num_steps)
+    def __init__(self, target: PreTrainedModel, num_steps: int = 4, loss: str = "kl") -> None:
+        super().__init__(target, num_steps, loss)
         weight = self.target_head.weight
         self.head = MedusaHeads(weight.shape[1], None, num_steps, output="target").float()
         with torch.device("meta"):  # its own weights are not wanted
@@ -119,13 +122,14 @@ class MlpTraining(HeadTraining):
 
     Args:
         num_steps: the longest draft.
+        loss: one of LOSSES.
 
     Raises:
         ValueError: for a target whose embeddings have another size than its hidden states.
     """
 
-    def __init__(self, target: PreTrainedModel, num_steps: int = 4) -> None:
-        super().__init__(target, num_steps)
+    def __init__(self, target: PreTrainedModel, num_steps: int = 4, loss: str = "kl") -> None:
+        super().__init__(target, num_steps, loss)
         vocab_size, hidden_size = self.target_head.weight.shape
         self.head = MlpSpeculator(hidden_size, vocab_size, num_steps, tie_weights=True, scale_input=True).float()
         embeddings = weight_of(target.get_input_embeddings())
@@ -152,13 +156,14 @@ class DraftModelTraining(HeadTraining):
 
     Args:
         num_layers: kept, in [1, the target's].
+        loss: one of LOSSES.
 
     Raises:
         ValueError: for another number of layers.
     """
 
-    def __init__(self, target: PreTrainedModel, num_layers: int = 4) -> None:
-        super().__init__(target, num_steps=1)
+    def __init__(self, target: PreTrainedModel, num_layers: int = 4, loss: str = "kl") -> None:
+        super().__init__(target, num_steps=1, loss=loss)
         config = copy.deepcopy(target.config)
         text = config.get_text_config()
         count = text.num_hidden_layers

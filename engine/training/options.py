@@ -6,6 +6,7 @@ from typing import Any
 from ..config import HOTTEST, check_bool, check_int, check_ints, is_number, is_temperature, set_fields
 
 METHODS = ("eagle3", "medusa", "mlp", "draft-model")
+LOSSES = ("kl", "lk")  # see `losses.draft_loss`
 # Options of some methods only; elsewhere they must have their defaults.
 ONLY_FOR = {
     "draft_vocab_size": ("eagle3",),
@@ -45,6 +46,7 @@ class TrainingOptions:
         num_layers: draft-model: of the target's.
         learn_prompts: what follows in the prompts is learned too: much more to learn from in the same time, where prompts read
             like what the target writes.
+        loss: one of LOSSES: "kl", that the drafter's distribution be like the target's, or "lk", that its drafts be accepted.
         epochs: times that every answer is learned from.
         learning_rate: the highest.
         tokens_per_batch: padding included.
@@ -73,6 +75,7 @@ class TrainingOptions:
     num_steps: int = 4
     num_layers: int = 4
     learn_prompts: bool = False
+    loss: str = "kl"
     epochs: int = 4
     learning_rate: float = 1e-3
     tokens_per_batch: int = 4096
@@ -86,6 +89,8 @@ class TrainingOptions:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if not isinstance(self.target, str) or not self.target:
             raise ValueError(f"target must be a hub id, a folder or a GGUF file, got {self.target!r}")
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         self._check_method_takes()
         checked: dict[str, Any] = {name: check_int(name, getattr(self, name), 1) for name in _AT_LEAST_ONE}
         checked["max_length"] = check_int("max_length", self.max_length, 2)

@@ -205,18 +205,20 @@ def _objective(
     made: torch.nn.Module
     torch.default_generator.manual_seed(options.seed)  # torch.manual_seed would seed GPUs as well
     if options.method == "medusa":
-        made = MedusaTraining(target, options.num_steps)
+        made = MedusaTraining(target, options.num_steps, options.loss)
     elif options.method == "mlp":
-        made = MlpTraining(target, options.num_steps)
+        made = MlpTraining(target, options.num_steps, options.loss)
     elif options.method == "draft-model":
-        made = DraftModelTraining(target, options.num_layers)
+        made = DraftModelTraining(target, options.num_layers, options.loss)
     else:
         if start is None or start.model.head_is_targets:
             ids = frequent_tokens(answers, vocab_size(target), options.draft_vocab_size)
         else:
             ids = start.model.target_ids
         begin_with = None if start is None else start.model
-        made = Eagle3Training(target, options.layers, ids, options.num_steps, options.freeze_head, begin_with)
+        made = Eagle3Training(
+            target, options.layers, ids, options.num_steps, options.freeze_head, begin_with, options.loss
+        )
     return made.to(target.device)
 
 
