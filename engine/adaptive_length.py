@@ -75,10 +75,7 @@ class AdaptiveLength(DraftLength):
     ) -> int:
         self._most = {}
         most = min(self.num_draft_tokens, room)
-        plain = self._verify[len(rows)].calls(0) if len(rows) in self._verify else 0
-        if plain < (1 if len(rows) == 1 else _PLAIN_CALLS):
-            return 0  # what plain decoding costs has to be known; and known well with several rows, where drafting gains less
-        if len(rows) > 1 and self._payoff.rests():
+        if self._plain_is_due(len(rows)):
             return 0
         positions = range(min(most, NUM_BINS))
         # A position that no draft has reached yet is expected to be like the one before.
@@ -90,18 +87,30 @@ class AdaptiveLength(DraftLength):
         # them: that was measured to be 5 to 8% slower, at 4 and 16 rows, than to ask for as many as pay on average.
         early = ends_early and len(rows) == 1
         lengths = self._best(rows, chances, with_drafting=True, asked=most if early else None)
-        best = longest = max(lengths)
+        longest = max(lengths)
         # A drafter that suddenly knows what follows (a copied passage) is believed sooner than averages would.
-        best = max(best, max(k for k in self.choices if k <= min(most, *(self._next.get(row, 0) for row in rows))))
-        if best or not most:
-            self._without = 0
-            self._drafted += 1
-            if len(rows) > 1 and self._drafted % _PLAIN_AGAIN == 0:
-                return 0  # what plain decoding costs may have been measured in a bad moment
-            if best == longest and self._skips_padding:
-                self._most = dict(zip(rows, lengths, strict=True))
-            return most if best and early else best
-        # Nothing is learned without drafting, so now and then one token is drafted all the same.
+        sure = min(most, *(self._next.get(row, 0) for row in rows))
+        best = max(longest, *(k for k in self.choices if k <= sure))
+        if not best and most:
+            return self._probe()
+        self._without = 0
+        self._drafted += 1
+        if len(rows) > 1 and self._drafted % _PLAIN_AGAIN == 0:
+            return 0  # what plain decoding costs may have been measured in a bad moment
+        if best == longest and self._skips_padding:
+            self._most = dict(zip(rows, lengths, strict=True))
+        return most if best and early else best
+
+    def _plain_is_due(self, num_rows: int) -> bool:
+        """Whether the next round is plain, whatever drafts promise."""
+        # What plain decoding costs has to be known; and known well with several rows, where drafting gains less.
+        plain = self._verify[num_rows].calls(0) if num_rows in self._verify else 0
+        if plain < (1 if num_rows == 1 else _PLAIN_CALLS):
+            return True
+        return num_rows > 1 and self._payoff.rests()
+
+    def _probe(self) -> int:
+        """Drafts in a round in which none pay: nothing is learned without drafting, so now and then it is one all the same."""
         self._without += 1
         if self._without < self._patience:
             return 0
