@@ -27,6 +27,10 @@ python -m recipes.smollm2_135m_instruct.more_texts --out "$out/last_texts.jsonl"
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/last_templates.jsonl" --count 800 --seed 8
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/last_code.jsonl" --count 300 --seed 9 --only coding
 cat "$out"/last_{texts,templates,code}.jsonl | shuf --random-source=<(yes) > "$out/seventh.jsonl"  # of all kinds, some are held back
+python -m recipes.smollm2_135m_instruct.more_texts --out "$out/lk_texts.jsonl" --texts "$out/texts" --count 1800 --seed 11 --templates 400
+python -m recipes.smollm2_135m_instruct.prompts --out "$out/lk_templates.jsonl" --count 1000 --seed 11
+python -m recipes.smollm2_135m_instruct.prompts --out "$out/lk_code.jsonl" --count 150 --seed 12 --only coding
+cat "$out"/lk_{texts,templates,code}.jsonl | shuf --random-source=<(yes) > "$out/eighth.jsonl"
 
 common=(--freeze-head --num-steps 3 --tokens-per-batch 2048)
 python -m engine train eagle3 --prompts "$out/first.jsonl" --out "$out/first" "${common[@]}" \
@@ -41,5 +45,7 @@ python -m engine train eagle3 --prompts "$out/fifth.jsonl" --out "$out/fifth" "$
     --start-from "$out/fourth" --epochs 2 --learning-rate 0.001 --learn-prompts --validation-share 0.05
 python -m engine train eagle3 --prompts "$out/sixth.jsonl" --out "$out/sixth" "${common[@]}" \
     --start-from "$out/fifth" --epochs 1 --learning-rate 0.0005 --learn-prompts --validation-share 0.05
-python -m engine train eagle3 --prompts "$out/seventh.jsonl" --out "$out/head" "${common[@]}" \
+python -m engine train eagle3 --prompts "$out/seventh.jsonl" --out "$out/seventh" "${common[@]}" \
     --start-from "$out/sixth" --epochs 2 --learning-rate 0.0007 --learn-prompts --validation-share 0.03
+python -m engine train eagle3 --prompts "$out/eighth.jsonl" --out "$out/head" "${common[@]}" \
+    --start-from "$out/seventh" --epochs 2 --learning-rate 0.0007 --learn-prompts --validation-share 0.0746 --loss lk
