@@ -109,9 +109,12 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
         ["--seed", "8", "--templates", "700"],
         ["--count", "800", "--seed", "8"],
         ["--seed", "9", "--only", "coding"],
+        ["--seed", "11", "--templates", "400"],
+        ["--count", "1000", "--seed", "11"],
+        ["--seed", "12", "--only", "coding"],
     ]
     train = typer.main.get_command(cli.app).commands["train"]
-    runs = first, second, third, fourth, fifth, sixth, seventh = tuple(
+    runs = first, second, third, fourth, fifth, sixth, seventh, eighth = tuple(
         train.make_context("train", words[3:]).params for words in trainings
     )
     for options in runs:
@@ -121,10 +124,21 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     assert fourth["start_from"] == str(third["out"]) == f"{out}/third"
     assert fifth["start_from"] == str(fourth["out"]) == f"{out}/fourth"
     assert sixth["start_from"] == str(fifth["out"]) == f"{out}/fifth"
-    assert seventh["start_from"] == str(sixth["out"]) == f"{out}/sixth" and str(seventh["out"]) == f"{out}/head"
-    assert [options["learn_prompts"] for options in runs] == [False, False] + [True] * 5
+    assert seventh["start_from"] == str(sixth["out"]) == f"{out}/sixth"
+    assert eighth["start_from"] == str(seventh["out"]) == f"{out}/seventh" and str(eighth["out"]) == f"{out}/head"
+    assert [options["learn_prompts"] for options in runs] == [False, False] + [True] * 6
+    assert [options["loss"] for options in runs] == ["kl"] * 7 + ["lk"]
     read = [Path(options["prompts"]).read_text().splitlines() for options in runs]
-    assert [len(lines) for lines in read] == [3072, 5120, 7072, 8000, 689 + 335 + 4000 + 4000, 1536 + 4000, 12000]
+    assert [len(lines) for lines in read] == [
+        3072,
+        5120,
+        7072,
+        8000,
+        689 + 335 + 4000 + 4000,
+        1536 + 4000,
+        12000,
+        12000,
+    ]
     invented_ones = [f"{number} {text}" for number in range(1, 4001)]
     assert sorted(read[2]) == sorted([*read[0], *invented_ones])
     assert sorted(read[3]) == sorted([*(out / "real.jsonl").read_text().splitlines(), *invented_ones])
