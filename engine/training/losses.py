@@ -12,7 +12,7 @@ def draft_loss(name: str, target_probs: Tensor, draft_logits: Tensor) -> Tensor:
         name: one of LOSSES (options.py). "kl" is the Kullback-Leibler divergence sum_v p(v) log(p(v) / q(v)), without the part
             that the drafter has no hand in: -sum_v p(v) log q(v). "lk" is the negative logarithm of the share of drafts that
             `rejection` accepts, -log sum_v min(p(v), q(v)) (Samarin et al., LK losses, arXiv 2602.23881, their LK-alpha).
-        target_probs: p, [..., V] float32.
+        target_probs: p, [..., V] float32; of a reduced draft vocabulary, as shares of what its tokens have together.
         draft_logits: those of q, [..., V] float32.
 
     Returns:

@@ -70,7 +70,9 @@ class _SoftLabelLoss(torch.autograd.Function):
                 lse = highest.float() - probs.gather(-1, best[part, None])[:, 0].float().log()
                 losses[part] = lse - (means.float() * hidden[part].float()).sum(-1)  # the labels of a row sum to 1
                 torch.sub(probs @ weight, means, out=grad_hidden[part])
-                grad_logits = probs.sub_(labels[rows[part]]) if wants_weight else probs
+                grad_logits = probs
+                if wants_weight:  # a label is read for nothing else
+                    grad_logits.sub_(labels[rows[part]])
             if grad_weight is not None:
                 grad_weight += (grad_logits.T @ hidden[part]).float()
         ctx.save_for_backward(grad_hidden, grad_weight)
