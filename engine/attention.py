@@ -36,7 +36,13 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-def _grouped(
+def is_own_call(past_key_values: Any) -> bool:
+    """Whether a call with this cache is under way in this thread, in which models attend our way."""
+    caches = _calls.caches
+    return bool(caches) and caches[-1] is past_key_values
+
+
+def attend_grouped(
     module: torch.nn.Module,
     query: Tensor,  # [B, heads, W, D]; of a call without padding [1, heads, N, D]
     key: Tensor,  # [B, K/V heads, L, D]
@@ -73,16 +79,16 @@ def _grouped(
     return torch.cat(outputs)[None], None
 
 
-_NO_MODULE = torch.nn.Module()  # for `_grouped`, which with a mask of bools does not look at it
+_NO_MODULE = torch.nn.Module()  # for `attend_grouped`, which with a mask of bools does not look at it
 
 
 def _scatter_and_attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, scaling: float | None
 ) -> Tensor:
-    """`RaggedLayer.update` and `_grouped` in a compiled graph: one operator, which learns of lengths and slots when it runs."""
+    """`RaggedLayer.update` and `attend_grouped` in a compiled graph: one operator, which learns of lengths and slots when it runs."""
     cache = _calls.caches[-1]
     keys, values = cache.ragged_layers[layer].update(key, value)
-    output, _ = _grouped(_NO_MODULE, query, keys, values, cache.plan.masks[int(mask)], scaling)
+    output, _ = attend_grouped(_NO_MODULE, query, keys, values, cache.plan.masks[int(mask)], scaling)
     return output.contiguous()
 
 
@@ -182,7 +188,7 @@ def _ragged(
     return output, None
 
 
-AttentionInterface.register(GROUPED, _grouped)
+AttentionInterface.register(GROUPED, attend_grouped)
 AttentionInterface.register(RAGGED, _ragged)
 
 

@@ -10,6 +10,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from . import parallel
 from .errors import UnsupportedModelError
+from .fused_layers import fuse_layers
 from .hub import existing_path, naming_errors
 from .packing import pack_linears
 from .support import check_config
@@ -70,6 +71,7 @@ def read_checkpoint(
     if not options:  # slices are where they belong
         model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
         pack_linears(model)
+        fuse_layers(model)
     return Checkpoint(model, tokenizer)
 
 

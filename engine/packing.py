@@ -26,26 +26,29 @@ class PackedLinear(nn.Module):
     Args:
         transposed: the weight is to be seen as that of a `Conv1D`.
 
+    Attributes:
+        product: with its siblings.
+
     Raises:
         ValueError: if this build of torch or this processor has no layout for the weight.
     """
 
     def __init__(
-        self, linear: nn.Linear, product: "_Product | None" = None, index: int = 0, transposed: bool = False
+        self, linear: nn.Linear, product: "Product | None" = None, index: int = 0, transposed: bool = False
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self._product, self._index, self._transposed = product or _Product([linear]), index, transposed
+        self.product, self._index, self._transposed = product or Product([linear]), index, transposed
 
     @property
     def weight(self) -> Tensor:
         """[out_features, in_features], of a Conv1D [in_features, out_features]; a new tensor where it is held in another layout."""
-        weight = self._product.weight(self._index)
+        weight = self.product.weight(self._index)
         return weight.T.contiguous() if self._transposed else weight
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]; part of a larger tensor where siblings are computed together."""
-        return self._product(input, self._index)
+        return self.product(input, self._index)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -55,7 +58,7 @@ class PackedLinear(nn.Module):
         destination[prefix + "weight"] = self.weight
 
 
-class _Product:
+class Product:
     """What linear layers of one input size give, computed together when the first of them is called.
 
     Calls with the same tensor belong together, which nobody may change between them; any other order costs time only.
@@ -79,7 +82,7 @@ class _Product:
             if not kept[1]:
                 self._kept = None
             return found
-        output = self._multiply(input)
+        output = self.multiply(input)
         if len(self._sizes) == 1:
             return output
         results = dict(enumerate(torch.split(output, self._sizes, dim=-1)))
@@ -87,7 +90,8 @@ class _Product:
         self._kept = input, results
         return found
 
-    def _multiply(self, input: Tensor) -> Tensor:
+    def multiply(self, input: Tensor) -> Tensor:
+        """[..., in_features] to what the layers give, side by side."""
         if torch.compiler.is_compiling():  # which cannot look into packed weights
             output: Tensor = torch.ops.speculative_engine.product(input, self._number, sum(self._sizes))
             return output
@@ -104,11 +108,11 @@ class _Product:
         return torch.split(self._packed.weight(), self._sizes)[index]
 
 
-_numbers, _numbered = count(), WeakValueDictionary[int, _Product]()
+_numbers, _numbered = count(), WeakValueDictionary[int, Product]()
 
 
 def _numbered_product(input: Tensor, number: int, out_features: int) -> Tensor:
-    return _numbered[number]._multiply(input)
+    return _numbered[number].multiply(input)
 
 
 def _shape_of_product(input: Tensor, number: int, out_features: int) -> Tensor:
@@ -124,7 +128,7 @@ def number_products(model: nn.Module) -> None:
     """Before the model is compiled: in a graph, each packed product is one operator."""
     for module in model.modules():
         if isinstance(module, PackedLinear):
-            module._product.number()
+            module.product.number()
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -145,7 +149,7 @@ def pack_linears(model: nn.Module) -> int:
         }
         linears = {name: _as_linear(child) for name, child in plain.items()}
         for names in _groups(linears):
-            product = _Product([linears[name] for name in names])
+            product = Product([linears[name] for name in names])
             for index, name in enumerate(names):
                 transposed = isinstance(plain[name], Conv1D)
                 setattr(parent, name, PackedLinear(linears[name], product, index, transposed))

@@ -34,7 +34,7 @@ class Call:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **others: Any) -> Tensor:
         mask = self.mask if mask is None else mask
-        return attention._grouped(SimpleNamespace(), query, key, value, mask, **others)[0]  # type: ignore[arg-type]
+        return attention.attend_grouped(SimpleNamespace(), query, key, value, mask, **others)[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("group", [1, 2, 6])

@@ -155,7 +155,7 @@ def test_a_copied_product_gets_a_number_of_its_own() -> None:
     if not pack_linears(model):
         pytest.skip("this processor has no layout for packed layers")
     number_products(model)
-    product = next(module for module in model.modules() if isinstance(module, PackedLinear))._product
+    product = next(module for module in model.modules() if isinstance(module, PackedLinear)).product
     number, copied = product._number, copy.copy(product)
     copied.number()
     product.number()

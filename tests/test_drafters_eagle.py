@@ -96,6 +96,18 @@ def test_drafts_of_every_layout(target: PreTrainedModel, tmp_path: Path, name: s
     check_drafts(target, drafter, head)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "two layers", "norm_before_residual", "fc_norm"])
+def test_drafts_of_fused_layers(tmp_path: Path, name: str) -> None:
+    target = tiny("llama", num_hidden_layers=7, dtype=torch.float32)  # float64 has no packed layout
+    layout, options = LAYOUTS[f"speculators, {name}"]
+    head = Head(**options)
+    drafter = drafter_of(getattr(head, layout)(tmp_path))
+    drafter.min_reach = 0.0
+    check_drafts(target, drafter, head)
+    layers = drafter.model.layers
+    assert [type(layer).__name__.startswith("Fused") for layer in layers] == [True] * len(layers)
+
+
 def test_nvidias_config(target: PreTrainedModel, tmp_path: Path) -> None:
     """Options one level down; no t2d; layers named by an empty list, which means the usual ones."""
     head = Head(**REDUCED, flags=("norm_before_fc",))

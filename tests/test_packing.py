@@ -129,8 +129,8 @@ class Attention(nn.Module):
 def products_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets an entry for each matrix product of a packed module."""
     made: list[int] = []
-    for product in {part._product for part in module.modules() if isinstance(part, PackedLinear)}:
-        monkeypatch.setattr(product, "_multiply", lambda x, old=product._multiply: made.append(1) or old(x))
+    for product in {part.product for part in module.modules() if isinstance(part, PackedLinear)}:
+        monkeypatch.setattr(product, "multiply", lambda x, old=product.multiply: made.append(1) or old(x))
     return made
 
 
@@ -168,9 +168,9 @@ def test_nothing_is_kept_once_all_siblings_were_called() -> None:
     x = torch.randn(1, 4, 32)
     with torch.no_grad():
         results = [module.q_proj(x), module.k_proj(x)]
-        assert module.q_proj._product._kept[0] is x
+        assert module.q_proj.product._kept[0] is x
         results.append(module.v_proj(x))
-    assert module.q_proj._product._kept is None
+    assert module.q_proj.product._kept is None
     assert [result.shape[-1] for result in results] == [64, 16, 16]
 
 
