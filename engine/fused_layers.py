@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
-from transformers.utils import output_capturing
 
 from .attention import attend_grouped, is_own_call
 from .packing import PackedLinear, Product
@@ -164,7 +163,7 @@ class LayerParts:
         """
         if any(self.hooks):
             return True
-        return any(hook.__module__ != output_capturing.__name__ for hook in self.attention_hooks.values())
+        return any(not f"{hook.__module__}.".startswith("transformers.") for hook in self.attention_hooks.values())
 
     def attention(
         self,
