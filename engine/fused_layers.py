@@ -6,7 +6,8 @@ layer is one call, a norm 5 operations instead of 8, the rotary embedding of que
 give together (packing.py) is not taken apart and kept until each is asked for: 20 ms. Results are rounded where transformers
 rounds them.
 
-Layers keep their modules. In calls that are not ours or are compiled, and if one of those modules has a hook, these run as they are.
+Layers keep their modules. In calls that are not ours or are compiled, and if one of those modules has got a hook or been replaced,
+these run as they are.
 """
 
 import logging
@@ -57,7 +58,7 @@ def fuse_layers(model: nn.Module) -> int:
 def usable_parts(layer: Any, past_key_values: Any) -> "LayerParts | None":
     """Those of a fused layer, if the call with this cache may run them."""
     parts: LayerParts | None = getattr(layer, "parts", None)
-    if parts is None or torch.compiler.is_compiling() or not is_own_call(past_key_values) or parts.hooked():
+    if parts is None or torch.compiler.is_compiling() or not is_own_call(past_key_values) or parts.touched():
         return None
     return parts
 
@@ -81,7 +82,7 @@ class Norm:
     """A norm as Llama has it, looked up once."""
 
     module: nn.Module
-    weight: Tensor
+    parameters: dict[str, Any]
     eps: float
 
     @classmethod
@@ -90,7 +91,12 @@ class Norm:
         Raises:
             AttributeError: if it is something else.
         """
-        return cls(module, module.weight, module.variance_epsilon)
+        return cls(module, module._parameters, module.variance_epsilon)
+
+    @property
+    def weight(self) -> Tensor:
+        found: Tensor = self.parameters["weight"]
+        return found
 
     def __call__(self, input: Tensor) -> Tensor:
         if input.numel() <= _MAX_NORMED:
@@ -119,7 +125,8 @@ class LayerParts:
     before_mlp: Norm
     of_queries: Norm | None
     of_keys: Norm | None
-    hooks: tuple[dict[int, Any], ...]  # of all modules in the layer, but for the next
+    places: tuple[tuple[dict[str, Any], str, nn.Module], ...]  # of all modules in the layer
+    hooks: tuple[dict[int, Any], ...]  # of these, but for the next
     attention_hooks: dict[int, Any]
 
     @classmethod
@@ -133,8 +140,10 @@ class LayerParts:
         if (implementation := attention.config._attn_implementation) != "sdpa":
             raise ValueError(f"its attention is {implementation!r}")
         normed = hasattr(attention, "q_norm")
-        inside = [module for module in layer.modules() if module is not layer]
-        hooks = [found for module in inside for found in (module._forward_pre_hooks, module._forward_hooks)]
+        places = [
+            (parent._modules, name, child) for parent in layer.modules() for name, child in parent.named_children()
+        ]
+        hooks = [found for *_, module in places for found in (module._forward_pre_hooks, module._forward_hooks)]
         return cls(
             self_attn=attention,
             index=attention.layer_idx,
@@ -152,16 +161,17 @@ class LayerParts:
             before_mlp=Norm.of(layer.post_attention_layernorm),
             of_queries=Norm.of(attention.q_norm) if normed else None,
             of_keys=Norm.of(attention.k_norm) if normed else None,
+            places=tuple(places),
             hooks=tuple(found for found in hooks if found is not attention._forward_hooks),
             attention_hooks=attention._forward_hooks,
         )
 
-    def hooked(self) -> bool:
-        """Whether somebody wants to see what is inside.
+    def touched(self) -> bool:
+        """Whether a module has been replaced, or somebody wants to see what it is given.
 
         transformers itself hooks attention where hidden states are asked for, to see its weights, if they are too.
         """
-        if any(self.hooks):
+        if any(self.hooks) or any(modules.get(name) is not module for modules, name, module in self.places):
             return True
         return any(not f"{hook.__module__}.".startswith("transformers.") for hook in self.attention_hooks.values())
 

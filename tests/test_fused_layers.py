@@ -92,8 +92,8 @@ def test_logits_differ_by_rounding_from_those_of_the_modules(
     ragged.cache.reserve(320)
     texts = torch.randint(3, 60, (2, 10 + width), generator=torch.Generator().manual_seed(0))
     logits = []
-    for hooked in (False, True):  # then the modules themselves run
-        monkeypatch.setattr(LayerParts, "hooked", lambda self, hooked=hooked: hooked)
+    for touched in (False, True):  # then the modules themselves run
+        monkeypatch.setattr(LayerParts, "touched", lambda self, touched=touched: touched)
         ragged.prefill(texts, [(0, 10), (0, 4)], slice(0, 2))
         start, valid = torch.tensor([10, 4]), torch.tensor([width, max(width - 2, 1)])
         tokens = torch.stack([texts[0, 10 : 10 + width], texts[1, 4 : 4 + width]])
@@ -141,6 +141,36 @@ def test_a_hook_inside_a_layer_is_called(inside: str, before: bool, tmp_path: Pa
     assert count
     llm.generate(prompt, params)
     assert len(seen) == count and len(runs) > fused_runs
+
+
+@pytest.mark.parametrize("inside", ["self_attn", "self_attn.k_proj", "mlp", "mlp.act_fn", "post_attention_layernorm"])
+def test_a_module_that_has_been_replaced_is_used(inside: str, tmp_path: Path) -> None:
+    class Zeros(torch.nn.Module):
+        def __init__(self, own: Any) -> None:
+            super().__init__()
+            self.own = own
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = self.own(*args, **kwargs)
+            return (torch.zeros_like(output[0]), None) if isinstance(output, tuple) else torch.zeros_like(output)
+
+    llm = loaded(tmp_path)
+    changed = tiny("llama", dtype=torch.float32)
+    for model in (llm.target_model, changed):
+        layer = model.model.layers[1]
+        layer.set_submodule(inside, Zeros(layer.get_submodule(inside)))
+    prompts, params = random_prompts(4), engine.SamplingParams(max_new_tokens=12)
+    assert [o.token_ids for o in llm.generate(prompts, params)] == [greedy(changed, prompt, 12) for prompt in prompts]
+
+
+def test_another_weight_of_a_norm_is_used(tmp_path: Path, runs: list[int]) -> None:
+    llm = loaded(tmp_path)
+    changed = tiny("llama", dtype=torch.float32)
+    for model in (llm.target_model, changed):
+        model.model.layers[0].input_layernorm.weight = torch.nn.Parameter(torch.linspace(-1, 2, 32))
+    prompts, params = random_prompts(4), engine.SamplingParams(max_new_tokens=12)
+    assert [o.token_ids for o in llm.generate(prompts, params)] == [greedy(changed, prompt, 12) for prompt in prompts]
+    assert runs
 
 
 def test_hidden_states_are_those_of_fused_layers(tmp_path: Path, runs: list[int]) -> None:
@@ -206,6 +236,7 @@ def test_a_copy_has_parts_of_its_own() -> None:
     for layer in other.model.layers:
         assert layer.parts.self_attn is layer.self_attn
         assert layer.parts.before_mlp.weight is layer.post_attention_layernorm.weight
+        assert not layer.parts.touched()
         assert layer.parts.attention_hooks is layer.self_attn._forward_hooks
         assert layer.parts.gates is layer.mlp.up_proj.product
     assert not fused_layers.usable_parts(other.model.layers[0], None)
