@@ -39,14 +39,14 @@ _MOST_ROUNDING = 0.02  # of a result, in norm
 def fuse_layers(model: nn.Module) -> int:
     """Fuse the decoder layers of a model whose linear layers are packed, in place; returns how many.
 
-    All stay as they are if the first gives something else fused.
+    All stay as they are if the first cannot be fused, or gives something else then.
     """
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ in _LIKE_LLAMA]
     try:
         parts = [LayerParts.of(layer) for layer in layers]
         if layers:
             _check(layers[0], parts[0])
-    except (AttributeError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a release of transformers may have changed anything
         logger.info("%s is not fused: %s", type(layers[0]).__name__, error)
         return 0
     for layer, own in zip(layers, parts, strict=True):
@@ -78,7 +78,7 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Norm:
+class _Norm:
     """A norm as Llama has it, looked up once."""
 
     module: nn.Module
@@ -86,7 +86,7 @@ class Norm:
     eps: float
 
     @classmethod
-    def of(cls, module: Any) -> "Norm":
+    def of(cls, module: Any) -> "_Norm":
         """
         Raises:
             AttributeError: if it is something else.
@@ -121,10 +121,10 @@ class LayerParts:
     gates: Product  # gate and up
     down: Product
     activation: Callable[[Tensor], Tensor]
-    before_attention: Norm
-    before_mlp: Norm
-    of_queries: Norm | None
-    of_keys: Norm | None
+    before_attention: _Norm
+    before_mlp: _Norm
+    of_queries: _Norm | None
+    of_keys: _Norm | None
     places: tuple[tuple[dict[str, Any], str, nn.Module], ...]  # of all modules in the layer
     hooks: tuple[dict[int, Any], ...]  # of these, but for the next
     attention_hooks: dict[int, Any]
@@ -157,10 +157,10 @@ class LayerParts:
             gates=_product(mlp.gate_proj, mlp.up_proj),
             down=_product(mlp.down_proj),
             activation=mlp.act_fn.forward,
-            before_attention=Norm.of(layer.input_layernorm),
-            before_mlp=Norm.of(layer.post_attention_layernorm),
-            of_queries=Norm.of(attention.q_norm) if normed else None,
-            of_keys=Norm.of(attention.k_norm) if normed else None,
+            before_attention=_Norm.of(layer.input_layernorm),
+            before_mlp=_Norm.of(layer.post_attention_layernorm),
+            of_queries=_Norm.of(attention.q_norm) if normed else None,
+            of_keys=_Norm.of(attention.k_norm) if normed else None,
             places=tuple(places),
             hooks=tuple(found for found in hooks if found is not attention._forward_hooks),
             attention_hooks=attention._forward_hooks,
@@ -260,25 +260,31 @@ def _product(*layers: Any) -> Product:
 
 @torch.no_grad()
 def _check(layer: Any, parts: LayerParts) -> None:
-    """Hold attention and MLP of a layer, for a few random rows, against what its modules give.
+    """Hold a layer and its parts, for a few random rows, against what its modules give.
 
     Raises:
         ValueError: if they differ by more than rounding.
     """
     own = torch.Generator().manual_seed(0)  # whoever draws from torch's sees nothing of this
+    size, width = len(parts.before_mlp.weight), layer.self_attn.q_proj.in_features
 
     def random(size: int) -> Tensor:
         return torch.rand((1, 3, size), generator=own).sub_(0.5).to(parts.before_mlp.weight.dtype)
 
-    normed, angles = random(layer.self_attn.q_proj.in_features), (random(parts.head_dim), random(parts.head_dim))
-    expected, _ = layer.self_attn(normed, position_embeddings=angles, attention_mask=None)
-    query, key, value = parts.heads(normed, *angles)
-    attended = scaled_dot_product_attention(query, key, value, is_causal=True, scale=parts.scaling, enable_gqa=True)
-    hidden = random(len(parts.before_mlp.weight))
-    for given, meant in (
-        (parts.output.multiply(attended.transpose(1, 2).flatten(2)), expected),
-        (parts.before_attention(hidden), layer.input_layernorm(hidden)),
+    def attention(normed: Tensor) -> Tensor:
+        query, key, value = parts.heads(normed, *angles)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True, scale=parts.scaling, enable_gqa=True)
+        return parts.output.multiply(attended.transpose(1, 2).flatten(2))
+
+    hidden, normed, angles = random(size), random(width), (random(parts.head_dim), random(parts.head_dim))
+    others = dict(position_embeddings=angles, attention_mask=None)
+    pairs = [
+        (attention(normed), layer.self_attn(normed, **others)[0]),
         (parts.mlp(hidden), layer.mlp(layer.post_attention_layernorm(hidden))),
-    ):
+    ]
+    if width == size:  # not the first layer of an EAGLE-3 head, which is not called as a whole
+        between = hidden + attention(parts.before_attention(hidden))
+        pairs.append((between + parts.mlp(between), layer(hidden, **others)))
+    for given, meant in pairs:
         if not (given.float() - meant.float()).norm() <= _MOST_ROUNDING * meant.float().norm():  # NaN is not
             raise ValueError("fused, it gives something else")

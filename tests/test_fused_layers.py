@@ -174,17 +174,19 @@ def test_another_weight_of_a_norm_is_used(tmp_path: Path, runs: list[int]) -> No
 
 
 def test_hidden_states_are_those_of_fused_layers(tmp_path: Path, runs: list[int]) -> None:
-    llm = loaded(tmp_path)
+    llm = loaded(tmp_path, drafter=None)
     hidden = llm._target.keep_hidden_states([0, 1, 2])
-    llm.generate(random_prompts(1)[0], engine.SamplingParams(max_new_tokens=6))
-    assert hidden and len(runs) >= 6  # transformers' own hooks in attention do not stand in the way
-    layer = llm.target_model.model.layers[0].self_attn
-    assert layer._forward_hooks
+    text = random_prompts(1)[0]
+    text += llm.generate(text, engine.SamplingParams(max_new_tokens=6)).token_ids
+    assert llm.target_model.model.layers[0].self_attn._forward_hooks  # of transformers, which do not stand in the way
+    assert len(runs) >= 2 * 5
+    with torch.no_grad():
+        plain = tiny("llama", dtype=torch.float32)(input_ids=torch.tensor([text[:-1]]), output_hidden_states=True)
+    expected = torch.cat(plain.hidden_states, dim=-1)[0]
+    torch.testing.assert_close(hidden.states[0, : len(expected)], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_that_gives_something_else_is_left_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_layer_that_gives_something_else_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     def model(change: Any) -> Any:
         made = tiny("llama", dtype=torch.float32)
         change(made.model.layers[0])
@@ -202,12 +204,21 @@ def test_a_layer_that_gives_something_else_is_left_as_it_is(
         own = layer.self_attn.forward
         layer.self_attn.forward = lambda *args, **kwargs: (1.1 * own(*args, **kwargs)[0], None)
 
+    def change_layer(layer: Any) -> None:
+        layer.forward = scaled(layer)
+
+    def change_signature(layer: Any) -> None:
+        own = layer.mlp.forward
+        layer.mlp.forward = lambda x, more: own(x)
+
     def change_attention(layer: Any) -> None:
         layer.self_attn.config._attn_implementation = "eager"
 
     for change, reason in (
         (change_norm, "fused, it gives something else"),
         (change_scaling, "fused, it gives something else"),
+        (change_layer, "fused, it gives something else"),
+        (change_signature, ""),
         (change_attention, "its attention is 'eager'"),
     ):
         caplog.clear()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from ..fused_layers import Norm, usable_parts
+from ..fused_layers import usable_parts
 
 _FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
@@ -169,21 +169,15 @@ class EagleModel(PreTrainedModel):
         return found
 
     def _first_of_eagle3(self, layer: Any, embeddings: Tensor, feature: Tensor, shared: dict[str, Any]) -> Tensor:
-        parts = usable_parts(layer, shared["past_key_values"])
-        if parts is None:
-            normed = layer.hidden_norm(feature)
-            both = torch.cat([layer.input_layernorm(embeddings), normed], dim=-1)
-            attended = layer.self_attn(hidden_states=both, **shared)[0]
-        else:
-            normed = Norm.of(layer.hidden_norm)(feature)
-            both = torch.cat([parts.before_attention(embeddings), normed], dim=-1)
-            attended = parts.attention(
-                both, shared["position_embeddings"], shared["attention_mask"], shared["past_key_values"]
-            )
-        hidden = (normed if self.config.norm_before_residual else feature) + attended
-        output: Tensor = hidden + (
-            layer.mlp(layer.post_attention_layernorm(hidden)) if parts is None else parts.mlp(hidden)
-        )
+        normed = layer.hidden_norm(feature)
+        residual = normed if self.config.norm_before_residual else feature
+        both = torch.cat([layer.input_layernorm(embeddings), normed], dim=-1)
+        cache = shared["past_key_values"]
+        if (parts := usable_parts(layer, cache)) is not None:
+            hidden = residual + parts.attention(both, shared["position_embeddings"], shared["attention_mask"], cache)
+            return hidden + parts.mlp(hidden)
+        hidden = residual + layer.self_attn(hidden_states=both, **shared)[0]
+        output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return output
 
     def normed(self, hidden: Tensor) -> Tensor:
