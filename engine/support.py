@@ -1,6 +1,7 @@
 """Which models can be decoded over a ragged cache, checked at load."""
 
 import inspect
+from typing import Any
 
 import torch
 import transformers
@@ -129,9 +130,7 @@ def why_eager(model: PreTrainedModel) -> str | None:
     config = model.config
     if config.model_type in _EAGER_TYPES:
         return f"layers of type {config.model_type!r} copy from the host"
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    ropes = [each for each in (rope, *rope.values()) if isinstance(each, dict)]  # of all layers, or by layer type
-    kinds = {each.get("rope_type") for each in ropes}
+    kinds = {each.get("rope_type") for each in _ropes(config.get_text_config())}
     if found := kinds & _EAGER_ROPE:
         return f"rotary embeddings of type {found.pop()!r} wait for the device"
     return _why_experts_wait(model)
@@ -175,15 +174,24 @@ def context_length(config: PretrainedConfig) -> int:
     Rotary embeddings that change their frequencies beyond the original length would make earlier K/V depend on later
     text and on the neighbours in a batch, so such a model is served up to the original length.
     """
-    length = getattr(config, "max_position_embeddings", None)
-    if has_dynamic_rope(config):
-        rope = config.rope_parameters or {}
-        length = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", length
+    lengths = [getattr(config, "max_position_embeddings", None)]
+    for rope in _dynamic_ropes(config):
+        lengths.append(
+            rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
         )
-    return int(length) if length else 1 << 20
+    return min((int(length) for length in lengths if length), default=1 << 20)
 
 
 def has_dynamic_rope(config: PretrainedConfig) -> bool:
     """Whether rotary frequencies depend on the length of a text."""
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in ("longrope", "dynamic")
+    return bool(_dynamic_ropes(config))
+
+
+def _dynamic_ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    return [rope for rope in _ropes(config) if rope.get("rope_type") in ("longrope", "dynamic")]
+
+
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of rotary embeddings: of all layers, or of each layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [each for each in (rope, *rope.values()) if isinstance(each, dict)]

@@ -155,6 +155,22 @@ def test_keys_that_an_architecture_does_not_know_count_for_nothing(name: str, st
     assert output.token_ids == expected[len(prompt) :]
 
 
+def test_a_rotary_embedding_that_changes_with_length_in_layers_of_one_type() -> None:
+    length = 24
+    longrope = dict(
+        rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[8.0] * 4,
+        factor=2.0, original_max_position_embeddings=length,
+    )  # fmt: skip
+    plain = dict(rope_type="default", rope_theta=1e4)
+    model = tiny("gemma3_text", rope_parameters={"full_attention": longrope, "sliding_attention": plain})
+    llm = engine.load(model)
+    assert llm.max_length == length
+    prompts = [[5] * 3, LONG[: length - 4], LONG[:9]]
+    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=8))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == greedy(model, prompt, min(8, length - len(prompt)))
+
+
 def test_attention_to_later_tokens_is_refused() -> None:
     with pytest.raises(engine.UnsupportedModelError, match="use_bidirectional_attention"):
         engine.load(tiny("gemma3_text", use_bidirectional_attention=True))
