@@ -6,8 +6,8 @@ layer is one call, a norm 5 operations instead of 8, the rotary embedding of que
 give together (packing.py) is not taken apart and kept until each is asked for: 20 ms. Results are rounded where transformers
 rounds them.
 
-Layers keep their modules. In calls that are not ours or are compiled, and if one of those modules has got a hook or been replaced,
-these run as they are.
+Layers keep their modules. In calls that are not ours or are compiled, and if one of those modules has got a hook or another
+forward or been replaced, or all modules of torch have got a hook, these run as they are.
 """
 
 import logging
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
+from torch.nn.modules.module import _has_any_global_hook
 
 from .attention import attend_grouped, is_own_call
 from .packing import PackedLinear, Product
@@ -167,11 +168,13 @@ class LayerParts:
         )
 
     def touched(self) -> bool:
-        """Whether a module has been replaced, or somebody wants to see what it is given.
+        """Whether a module has been replaced, or has got another forward, or somebody wants to see what it is given.
 
         transformers itself hooks attention where hidden states are asked for, to see its weights, if they are too.
         """
-        if any(self.hooks) or any(modules.get(name) is not module for modules, name, module in self.places):
+        if any(self.hooks) or _has_any_global_hook():
+            return True
+        if any(found.get(name) is not module or "forward" in module.__dict__ for found, name, module in self.places):
             return True
         return any(not f"{hook.__module__}.".startswith("transformers.") for hook in self.attention_hooks.values())
 

@@ -143,6 +143,46 @@ def test_a_hook_inside_a_layer_is_called(inside: str, before: bool, tmp_path: Pa
     assert len(seen) == count and len(runs) > fused_runs
 
 
+def test_a_hook_of_all_modules_is_called(tmp_path: Path, runs: list[int]) -> None:
+    llm = loaded(tmp_path)
+    prompt, params = random_prompts(1)[0], engine.SamplingParams(max_new_tokens=6)
+    expected = llm.generate(prompt, params).token_ids
+    seen: list[str] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    fused_runs = len(runs)
+    try:
+        assert llm.generate(prompt, params).token_ids == expected
+    finally:
+        handle.remove()
+    assert "LlamaMLP" in seen and len(runs) == fused_runs
+    llm.generate(prompt, params)
+    assert len(runs) > fused_runs
+
+
+@pytest.mark.parametrize("inside", ["self_attn", "self_attn.v_proj", "mlp", "mlp.act_fn", "input_layernorm"])
+def test_another_forward_of_a_module_is_called(inside: str, tmp_path: Path, runs: list[int]) -> None:
+    def negated(own: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = own(*args, **kwargs)
+            return (-output[0], None) if isinstance(output, tuple) else -output
+
+        return forward
+
+    llm = loaded(tmp_path)
+    changed = tiny("llama", dtype=torch.float32)
+    for model in (llm.target_model, changed):
+        module: Any = model.model.layers[1].get_submodule(inside)
+        module.forward = negated(module.forward)
+    prompts, params = random_prompts(4), engine.SamplingParams(max_new_tokens=12)
+    assert [o.token_ids for o in llm.generate(prompts, params)] == [greedy(changed, prompt, 12) for prompt in prompts]
+    del llm.target_model.model.layers[1].get_submodule(inside).forward
+    runs.clear()
+    outputs = llm.generate(prompts, params)
+    plain = tiny("llama", dtype=torch.float32)
+    assert [o.token_ids for o in outputs] == [greedy(plain, prompt, 12) for prompt in prompts]
+    assert len(runs) % 2 == 0 and runs  # both layers again
+
+
 @pytest.mark.parametrize("inside", ["self_attn", "self_attn.k_proj", "mlp", "mlp.act_fn", "post_attention_layernorm"])
 def test_a_module_that_has_been_replaced_is_used(inside: str, tmp_path: Path) -> None:
     class Zeros(torch.nn.Module):
