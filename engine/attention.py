@@ -193,7 +193,7 @@ AttentionInterface.register(RAGGED, _ragged)
 
 
 class AttentionSwitch:
-    """Has a model use our attention during our calls, and its own in everybody else's.
+    """Has a model use our attention during our calls, and its own, or what others set since, in everybody else's.
 
     Models that do not look their attention function up (`_supports_attention_backend`), and those that use another than
     "sdpa" or "eager", keep their own.
@@ -220,6 +220,9 @@ class AttentionSwitch:
     def on(self) -> Iterator[None]:
         """While this is entered, the model attends our way."""
         caches, depth = _calls.caches, len(_calls.caches)
+        now = [(config, own, _implementation(config)) for config, own in self._own]  # others may have set another one
+        # Ours is there if an interrupt kept the model's own from being put back.
+        self._own = [(config, own if set_now in (GROUPED, RAGGED) else set_now) for config, own, set_now in now]
         try:  # Ctrl-C may come anywhere, and most likely in a method of Python: a config's own for setting an attribute is one
             caches.append(self._cache)
             for config, _ in self._own:

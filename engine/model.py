@@ -237,7 +237,6 @@ class RaggedModel:
         arguments: dict[str, Any] = dict(
             input_ids=tokens.where(read, 0),
             position_ids=position_ids,
-            attention_mask=None if self._attention.ragged else self._masks(position_ids, compiled is not None),
             past_key_values=self.cache,
             use_cache=True,
         )
@@ -249,6 +248,10 @@ class RaggedModel:
         if kept:
             arguments["output_hidden_states"] = True
         with torch.inference_mode(), self._attention.on(), outputs_of(self._last_layer if kept else None) as last:
+            # Here, as it is made for the attention that is on.
+            arguments["attention_mask"] = (
+                None if self._attention.ragged else self._masks(position_ids, compiled is not None)
+            )
             run = compiled or (self.model if with_head else self.model.base_model)
             output = run(**arguments)
             for hidden in kept:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import greedy, tiny
+from tiny_models import greedy, random_prompts, tiny
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -107,3 +107,23 @@ def test_an_interrupted_call_leaves_a_live_model_as_it_was(at: int, monkeypatch:
         llm.generate([[5, 6, 7], [8, 9]], engine.SamplingParams(max_new_tokens=4))
     monkeypatch.undo()
     assert target.config._attn_implementation_internal == own and attention._calls.caches == []
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_another_attention_that_is_set_later_stays_set(batch: int) -> None:
+    target = tiny("mistral", dtype=torch.float32)
+    prompts, params = random_prompts(4), engine.SamplingParams(max_new_tokens=8)
+    expected = [greedy(target, prompt, 8) for prompt in prompts]
+    llm = engine.load(target, "ngram", max_batch_size=batch)
+    for implementation in ("eager", "sdpa"):
+        target.set_attn_implementation(implementation)
+        assert [o.token_ids for o in llm.generate(prompts, params)] == expected
+        assert target.config._attn_implementation == implementation
+
+
+def test_a_models_own_attention_comes_back_after_an_interrupt_in_putting_it_back() -> None:
+    target = tiny("llama", dtype=torch.float32)
+    llm = engine.load(target)
+    vars(target.config)["_attn_implementation_internal"] = attention.GROUPED  # as an interrupt left it
+    llm.generate([5, 6, 7], engine.SamplingParams(max_new_tokens=2))
+    assert target.config._attn_implementation == "sdpa"
