@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -26,9 +26,15 @@ _one_at_a_time = threading.Lock()  # of all threads' captures, which share a str
 _failed: list[Any] = []  # CUDA graphs; torch's allocators go on asking them which memory is theirs, so they must live
 
 
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one, by which streams, events and captures go; does nothing elsewhere."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Makes a CUDA device the current one, by which streams, events and captures go, and keeps its user's autocast out.
+
+    Models work in their own dtype. In another, new K/V would not fit to that of calls before, nor a graph to calls behind.
+    """
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, torch.autocast(device.type, enabled=False):
+        yield
 
 
 def clear_all() -> None:

@@ -64,7 +64,8 @@ def load(
             Every target call then has one shape. None: True on an accelerator, where that is nearly free, False on CPU.
         max_batch_size: rows that decode together; more prompts wait for a free one.
         max_length: prompt and new tokens together; None: the model's context.
-        dtype: "auto" (the checkpoint's own; bfloat16 for GGUF; a live model's own), a torch dtype or its name.
+        dtype: "auto" (the checkpoint's own; bfloat16 for GGUF; a live model's own), a torch dtype or its name. Calls of the engine are
+            in this one, whatever `torch.autocast` says.
         device: "auto" (CUDA if there is one, else CPU; a live model's own), or a torch device.
         tokenizer: of a live model, or to replace the checkpoint's: an object, or a folder or hub id that has one. None: prompts
             of a live model are token ids.

@@ -847,6 +847,19 @@ def test_a_target_in_training_mode_is_set_right() -> None:
     assert not target.training
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_autocast_around_it_changes_nothing(drafter: str) -> None:
+    target = tiny(dtype=torch.float32)
+    llm = engine.load(target, perturbed(target, 0.05) if drafter == "model" else drafter)
+    prompts, texts = random_prompts(4), []
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            texts.append([output.token_ids for output in llm.generate(prompts, _params(8))])
+            for _ in llm.stream(prompts[1], _params(8)):
+                assert torch.is_autocast_enabled("cpu") == enabled
+    assert texts == [[greedy(target, prompt, 8) for prompt in prompts]] * 3
+
+
 def test_errors_can_be_copied_and_pickled() -> None:
     error = engine.InvalidLogitsError("prompts[1]", [None, None], {1: "prompts[1]"})
     for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):
