@@ -37,7 +37,9 @@ class PackedLinear(nn.Module):
         self, linear: nn.Linear, product: "Product | None" = None, index: int = 0, transposed: bool = False
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        # No parameter, as the weight is none: both are in the product, and changing this changes nothing.
+        self.bias = None if linear.bias is None else linear.bias.detach()
         self.product, self._index, self._transposed = product or Product([linear]), index, transposed
 
     @property
@@ -56,6 +58,8 @@ class PackedLinear(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias
 
 
 class Product:

@@ -192,7 +192,7 @@ def test_choosing_a_layout_draws_from_no_generator_of_others() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("llama", 2 * 7 + 1), ("gpt2", 2 * 4 + 1)])
+@pytest.mark.parametrize(("name", "layers"), [("llama", 2 * 7 + 1), ("qwen2", 2 * 7 + 1), ("gpt2", 2 * 4 + 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_can_be_read_back(name: str, layers: int, dtype: torch.dtype, tmp_path: Path) -> None:
     plain = tiny(name, dtype=dtype)
@@ -205,6 +205,9 @@ def test_weights_can_be_read_back(name: str, layers: int, dtype: torch.dtype, tm
     again = type(plain).from_pretrained(tmp_path)
     expected = plain.state_dict()
     assert packed.state_dict().keys() == expected.keys() == again.state_dict().keys()
+    parameters = {name for name, _ in packed.named_parameters()}  # in place, these can be changed
+    linears = [name for name, module in packed.named_modules() if isinstance(module, PackedLinear)]
+    assert parameters == {key for key in expected if key.rpartition(".")[0] not in linears}
     for key, value in again.state_dict().items():
         assert value.equal(expected[key]), key
 
