@@ -238,6 +238,15 @@ class _Fused(nn.Module):
         hidden_states = hidden_states + parts.attention(normed, position_embeddings, attention_mask, past_key_values)
         return hidden_states + parts.mlp(hidden_states)
 
+    def __reduce__(self) -> Any:  # its class is in no module where pickle would find it
+        return _unfilled, (type(self).__bases__[1],), self.__dict__
+
+
+def _unfilled(own: type) -> nn.Module:
+    """A fused layer without its attributes, which are to be set."""
+    made: nn.Module = object.__new__(_fused(own))
+    return made
+
 
 def _fused(own: type) -> type:
     """The subclass of a layer's class that runs fused."""

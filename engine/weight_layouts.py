@@ -54,6 +54,9 @@ class OneDNN:
     def weight(self) -> Tensor:
         return self._packed.to_dense()
 
+    def __reduce__(self) -> Any:  # torch neither copies nor pickles what is in this layout
+        return type(self), (self.weight(), self._bias)
+
 
 class RowMajor:
     """As it is."""

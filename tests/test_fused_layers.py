@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,20 @@ def test_a_copy_has_parts_of_its_own() -> None:
         assert layer.parts.attention_hooks is layer.self_attn._forward_hooks
         assert layer.parts.gates is layer.mlp.up_proj.product
     assert not fused_layers.usable_parts(other.model.layers[0], None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["copied", "pickled"])
+def test_a_packed_and_fused_model_can_be_copied_and_pickled(way: str, dtype: torch.dtype) -> None:
+    model = tiny("qwen2", dtype=dtype)
+    if not pack_linears(model):
+        pytest.skip(f"no packed layout for {dtype}")
+    fuse_layers(model)
+    other = copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))
+    assert type(other.model.layers[0]) is type(model.model.layers[0]) and not other.model.layers[0].parts.touched()
+    expected = model.state_dict()
+    for key, value in other.state_dict().items():
+        assert value.equal(expected[key]), key
+    prompts, params = random_prompts(3), engine.SamplingParams(max_new_tokens=6)
+    texts = [[o.token_ids for o in engine.load(each).generate(prompts, params)] for each in (model, other)]
+    assert texts[0] == texts[1]
