@@ -118,7 +118,7 @@ class Engine:
             ValueError: for bad prompts or parameters, before any work is done.
             InvalidLogitsError: if the target returns NaN for some prompt; raised when all others have ended, with their outputs.
             EngineError: if a stream of this engine is still open, if its drafter has been attached to another engine since, or
-                proposes something that is no proposal.
+                proposes something that is no proposal, or if the target is in another dtype or on another device by now.
 
             What is raised while prompts are served, KeyboardInterrupt included, carries the outputs so far in its attribute
             `outputs`, in the prompts' order, None for those that had not ended. Among it may be a ValueError for a
@@ -180,7 +180,8 @@ class Engine:
 
         Raises:
             ValueError: naming the argument, the value and the rule; sizes go up to max_batch_size and max_length.
-            EngineError: if a stream of this engine is still open, or its drafter has been attached to another engine since.
+            EngineError: if a stream of this engine is still open, its drafter has been attached to another engine since, or the
+                target is in another dtype or on another device by now.
         """
         check_bool("progress", progress)
         batch_sizes = [self.config.max_batch_size] if batch_sizes is None else batch_sizes
@@ -229,7 +230,7 @@ class Engine:
         """Undo what others or an interrupt have done to the target (training mode, left out layers).
 
         Raises:
-            EngineError: if this engine is generating, or its drafter serves another one by now.
+            EngineError: if this engine is generating, its drafter serves another one by now, or the target has been moved.
         """
         if self._generating:
             raise EngineError("this engine is generating already: exhaust or close its open stream first")
@@ -241,8 +242,17 @@ class Engine:
                 )
             if (restore := getattr(part, "restore", None)) is not None:
                 restore()
-        if self.target_model.training:
-            self.target_model.eval()
+        model, loaded = self.target_model, self._target
+        if (model.dtype, model.device) != (
+            loaded.dtype,
+            loaded.device,
+        ):  # K/V, packed weights and drafters are as it was
+            raise EngineError(
+                f"the target must stay in {loaded.dtype} on {loaded.device}, as it was when this engine was loaded, and is in "
+                f"{model.dtype} on {model.device} by now: load it again"
+            )
+        if model.training:
+            model.eval()
 
     def _output(self, request: Request) -> Output:
         assert request.finish_reason is not None

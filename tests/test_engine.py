@@ -847,6 +847,22 @@ def test_a_target_in_training_mode_is_set_right() -> None:
     assert not target.training
 
 
+@pytest.mark.parametrize("used", [True, False])
+def test_a_target_that_is_converted_after_loading_is_to_be_loaded_again(used: bool) -> None:
+    target = tiny(dtype=torch.float32)
+    llm = engine.load(target)
+    if used:
+        llm.generate([3, 4, 5], _params(4))
+    target.double()
+    for call in (llm.generate, lambda *args: list(llm.stream(*args)), lambda *args: llm.warmup()):
+        with pytest.raises(
+            engine.EngineError, match=r"must stay in torch.float32 on cpu.* in torch.float64 on cpu by now"
+        ):
+            call([3, 4, 5], _params(4))
+    target.float()
+    assert llm.generate([3, 4, 5], _params(8)).token_ids == greedy(target, [3, 4, 5], 8)
+
+
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_autocast_around_it_changes_nothing(drafter: str) -> None:
     target = tiny(dtype=torch.float32)
