@@ -243,15 +243,13 @@ class Engine:
             if (restore := getattr(part, "restore", None)) is not None:
                 restore()
         model, loaded = self.target_model, self._target
-        if (model.dtype, model.device) != (
-            loaded.dtype,
-            loaded.device,
-        ):  # K/V, packed weights and drafters are as it was
+        # K/V, packed weights and drafters are as it was.
+        if (model.dtype, model.device) != (loaded.dtype, loaded.device):
             raise EngineError(
                 f"the target must stay in {loaded.dtype} on {loaded.device}, as it was when this engine was loaded, and is in "
                 f"{model.dtype} on {model.device} by now: load it again"
             )
-        if model.training:
+        if any(module.training for module in model.modules()):  # perhaps one that has been put in since
             model.eval()
 
     def _output(self, request: Request) -> Output:

@@ -847,6 +847,14 @@ def test_a_target_in_training_mode_is_set_right() -> None:
     assert not target.training
 
 
+def test_a_part_of_a_target_in_training_mode_is_set_right() -> None:
+    target = tiny("gpt2", resid_pdrop=0.5)
+    expected = greedy(target, [3, 4, 5], 8)
+    llm = engine.load(target)
+    target.transformer.h[1].mlp.dropout = torch.nn.Dropout(0.5)  # modules are made in training mode
+    assert llm.generate([3, 4, 5], _params(8)).token_ids == expected
+
+
 @pytest.mark.parametrize("used", [True, False])
 def test_a_target_that_is_converted_after_loading_is_to_be_loaded_again(used: bool) -> None:
     target = tiny(dtype=torch.float32)
