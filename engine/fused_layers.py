@@ -61,7 +61,7 @@ def usable_parts(layer: Any, past_key_values: Any) -> "LayerParts | None":
     parts: LayerParts | None = getattr(layer, "parts", None)
     if parts is None or torch.compiler.is_compiling() or not is_own_call(past_key_values) or parts.touched():
         return None
-    return parts
+    return None if past_key_values.whole_buffers else parts  # where a head has been moved to a GPU
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,7 +4,7 @@ Decoding multiplies a few rows by every weight of the model, so it should take a
 once, after loading.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .weight_layouts import layout_of
+from .weight_layouts import Layout, RowMajor, layout_of
 
 # Siblings that stock models call with one input: their weights lie one below the other, and the first call computes for all.
 # Each product costs some 30 us beside its work (2 threads), in a layer whose work takes 500.
@@ -55,6 +55,13 @@ class PackedLinear(nn.Module):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
+        """What `to`, `half` and the like do to each module of a model."""
+        super()._apply(fn, recurse)
+        self.product.convert(fn)
+        self.bias = None if self.bias is None else fn(self.bias)
+        return self
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = self.weight
@@ -72,11 +79,12 @@ class Product:
         self._sizes = [linear.out_features for linear in linears]
         weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)
-        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self._like = joined.new_empty(0)  # of the dtype and on the device that the weights have
         layout = layout_of(joined.dtype)
         if layout is None:
             raise ValueError(f"linear must have weights of a dtype that can be packed here, got {joined.dtype}")
-        self._packed = layout(joined, bias)
+        self._packed: Layout = layout(joined, self._bias)
         self._number = -1  # by which an operator in a compiled graph finds it
         self._kept: tuple[Tensor, dict[int, Tensor]] | None = None  # an input, and the results not yet asked for
 
@@ -100,6 +108,15 @@ class Product:
             output: Tensor = torch.ops.speculative_engine.product(input, self._number, sum(self._sizes))
             return output
         return self._packed.multiply(input)
+
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Pack what a function, which gives a tensor in a dtype and on a device, makes of the weights, if it changes them."""
+        like = fn(self._like)
+        if (like.dtype, like.device) == (self._like.dtype, self._like.device):
+            return
+        weight, self._bias = fn(self._packed.weight()), None if self._bias is None else fn(self._bias)
+        layout = layout_of(weight.dtype) if weight.device.type == "cpu" else None
+        self._packed, self._like, self._kept = (layout or RowMajor)(weight, self._bias), like, None
 
     def number(self) -> None:
         """Have a number that no other product of this process has; a copy has that of the one it was copied from."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_heads import KINDS, random_head
 from tiny_models import greedy, random_prompts, tiny
 from torch import nn
 
@@ -210,6 +211,38 @@ def test_weights_can_be_read_back(name: str, layers: int, dtype: torch.dtype, tm
     assert parameters == {key for key in expected if key.rpartition(".")[0] not in linears}
     for key, value in again.state_dict().items():
         assert value.equal(expected[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_a_packed_model_can_be_converted(name: str, dtype: torch.dtype, other: torch.dtype) -> None:
+    plain, packed = tiny(name, dtype=dtype).to(other), tiny(name, dtype=dtype)
+    if not pack_linears(packed):
+        pytest.skip(f"no packed layout for {dtype}")
+    packed.to(other)
+    for key, value in plain.state_dict().items():
+        assert packed.state_dict()[key].equal(value) and value.dtype == other, key
+    x = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        torch.testing.assert_close(packed(x).logits, plain(x).logits, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_may_go_on_to_a_target_of_another_dtype(kind: str, tmp_path: Path) -> None:
+    prompts, params = random_prompts(3), engine.SamplingParams(max_new_tokens=8)
+    drafter, fresh = (random_head(kind, tmp_path / name) for name in ("first", "second"))
+    engine.load(tiny("llama", num_hidden_layers=7, dtype=torch.bfloat16), drafter).generate(prompts, params)
+    target = tiny("llama", num_hidden_layers=7, dtype=torch.float32)
+    for parameter in fresh.model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    runs = []
+    for head in (drafter, fresh):
+        llm = engine.load(target, head)
+        texts = [output.token_ids for output in llm.generate(prompts, params)]
+        runs.append((texts, llm.stats.draft_tokens, llm.stats.acceptance_rate))
+    assert runs[0] == runs[1]
+    assert runs[0][0] == [greedy(target, prompt, 8) for prompt in prompts]
 
 
 def test_a_live_model_is_left_as_it_is() -> None:
