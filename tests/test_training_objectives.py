@@ -23,7 +23,14 @@ from engine.training.eagle3_files import save_eagle3
 from engine.training.hidden import KeptTexts, Text
 from engine.training.loop import acceptance, evaluate, learning_rate
 from engine.training.losses import LOWEST_RATE, draft_loss
-from engine.training.objectives import STEP_DECAY, DraftModelTraining, HeadTraining, MedusaTraining, MlpTraining
+from engine.training.objectives import (
+    STEP_DECAY,
+    DraftModelTraining,
+    HeadTraining,
+    MedusaTraining,
+    MlpTraining,
+    check_num_layers,
+)
 from engine.training.options import LOSSES
 from engine.training.run import frequent_tokens
 from engine.training.soft_labels import SoftLabels
@@ -364,6 +371,40 @@ def test_a_draft_models_layers_are_evenly_spread() -> None:
         assert torch.equal(head.model.layers[mine].mlp.up_proj.weight, weight)
     trained = {name.split(".")[1] for name, parameter in head.named_parameters() if parameter.requires_grad}
     assert trained == {"layers", "norm"}
+
+
+EXPERTS: dict[str, Any] = dict(
+    num_hidden_layers=5, num_key_value_heads=2, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8, n_group=1,
+    topk_group=1, n_routed_experts=4, num_experts=4, moe_num_experts=4, moe_k=2, shared_expert_intermediate_size=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("glm4_moe", dict(first_k_dense_replace=2)),
+        ("afmoe", dict(num_dense_layers=2)),
+        ("ernie4_5_moe", dict(moe_layer_start_index=1)),
+        ("qwen3_moe", dict(mlp_only_layers=[0, 4])),
+    ],
+)
+def test_a_draft_model_of_a_target_with_layers_of_two_kinds(name: str, changes: dict[str, Any]) -> None:
+    target = tiny(name, dtype=torch.float32, **{**EXPERTS, **changes})
+    theirs = target.state_dict()
+    head = DraftModelTraining(target, 3).head
+    for mine, layer in ((0, 0), (1, 2), (2, 4)):
+        found = head.model.layers[mine].state_dict()
+        assert found.keys() == target.model.layers[layer].state_dict().keys()
+        assert all(torch.equal(value, theirs[f"model.layers.{layer}.{key}"]) for key, value in found.items())
+
+
+def test_a_target_whose_layers_cannot_be_told_apart() -> None:
+    target = tiny("qwen2_moe", dtype=torch.float32, **EXPERTS, decoder_sparse_step=2)
+    with pytest.raises(
+        ValueError, match=r"num_layers = 3 of Qwen2MoeForCausalLM's 5, model\.layers\.1\.mlp\..* would not"
+    ):
+        check_num_layers(target, 3)
+    assert check_num_layers(target, 5)[1] == [0, 1, 2, 3, 4]
 
 
 def test_chains_of_a_large_batch_are_spread_over_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,9 @@ from .target_head import TargetHead, weight_of
 STEP_DECAY = 0.9  # weight of a draft against the one before it
 MAX_CHAINS = 1024  # of a batch, evenly spread: rows of the whole vocabulary are large
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in a config, with an entry for each layer
+# How many layers come before the first with experts.
+_FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_DENSE = "mlp_only_layers"  # a list of the layers that have no experts
 
 
 class HeadTraining(nn.Module, ABC):
@@ -159,20 +162,12 @@ class DraftModelTraining(HeadTraining):
         loss: one of LOSSES.
 
     Raises:
-        ValueError: for another number of layers.
+        ValueError: for another number of layers, or for a target that cannot do with fewer.
     """
 
     def __init__(self, target: PreTrainedModel, num_layers: int = 4, loss: str = "kl") -> None:
         super().__init__(target, num_steps=1, loss=loss)
-        config = copy.deepcopy(target.config)
-        text = config.get_text_config()
-        count = text.num_hidden_layers
-        check_int("num_layers", num_layers, 1, count)
-        kept = [round(i * (count - 1) / max(num_layers - 1, 1)) for i in range(num_layers)]
-        for name in _PER_LAYER:
-            if getattr(text, name, None):
-                setattr(text, name, [getattr(text, name)[i] for i in kept])
-        text.num_hidden_layers = num_layers
+        config, kept = check_num_layers(target, num_layers)
         self.head: Any = type(target)(config).float()
         theirs = target.state_dict()
         self.head.load_state_dict({name: theirs[_of_layer(name, kept)] for name in self.head.state_dict()})
@@ -194,6 +189,37 @@ class DraftModelTraining(HeadTraining):
     def save(self, folder: Path) -> None:
         """As a checkpoint of transformers."""
         copy.deepcopy(self.head).to(torch.bfloat16).save_pretrained(folder)
+
+
+def check_num_layers(target: PreTrainedModel, num_layers: int) -> tuple[Any, list[int]]:
+    """The config of a copy of the target with so many layers, evenly spread, and which ones these are.
+
+    Raises:
+        ValueError: if the target has not so many, or one of them would be of another kind than its config makes it there.
+    """
+    config = copy.deepcopy(target.config)
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    check_int("num_layers", num_layers, 1, count)
+    kept = [round(i * (count - 1) / max(num_layers - 1, 1)) for i in range(num_layers)]
+    for name in _PER_LAYER:
+        if getattr(text, name, None):
+            setattr(text, name, [getattr(text, name)[i] for i in kept])
+    for name in _FIRST_DENSE:
+        if isinstance(first := getattr(text, name, None), int):
+            setattr(text, name, sum(layer < first for layer in kept))
+    if dense := getattr(text, _DENSE, None):
+        setattr(text, _DENSE, [i for i, layer in enumerate(kept) if layer in dense])
+    text.num_hidden_layers = num_layers
+    with torch.device("meta"):
+        wanted, theirs = (type(target)(each).state_dict() for each in (config, target.config))
+    for name, value in wanted.items():
+        if (found := theirs.get(_of_layer(name, kept))) is None or found.shape != value.shape:
+            raise ValueError(
+                f"method draft-model needs a target whose layers are alike, or which says how they differ in a way that is known "
+                f"here; with num_layers = {num_layers} of {type(target).__name__}'s {count}, {name} would not be a copy"
+            )
+    return config, kept
 
 
 def _of_layer(name: str, kept: list[int]) -> str:

@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import load
-from ..config import check_int
 from ..drafters.eagle import EagleDrafter
 from ..drafters.eagle_model import usual_layers
 from ..drafters.named import named
@@ -31,7 +30,7 @@ from .eagle3_files import save_eagle3
 from .files import SAVING, begin, check_out, no_room, replacing, settings_of
 from .hidden import KeptTexts
 from .loop import Schedule, is_done, train
-from .objectives import DraftModelTraining, MedusaTraining, MlpTraining
+from .objectives import DraftModelTraining, MedusaTraining, MlpTraining, check_num_layers
 from .options import TrainingOptions
 from .plots import plot_training
 
@@ -155,7 +154,7 @@ def _layers(target: PreTrainedModel, options: TrainingOptions) -> tuple[int, ...
     config = target.config.get_text_config()
     count: int = config.num_hidden_layers
     if options.method == "draft-model":
-        check_int("num_layers", options.num_layers, 1, count)
+        check_num_layers(target, options.num_layers)
     embeddings: Any = target.get_input_embeddings()
     if options.method in ("eagle3", "mlp") and embeddings.weight.shape[1] != config.hidden_size:
         raise ValueError(
