@@ -373,6 +373,14 @@ def test_a_draft_models_layers_are_evenly_spread() -> None:
     assert trained == {"layers", "norm"}
 
 
+def test_a_draft_model_is_trained_without_dropout() -> None:
+    """From its first step on: what a step does must depend on the batch alone, or a run that was stopped ends elsewhere."""
+    target = target_of("gpt2")
+    module, batch = DraftModelTraining(target, 2), ragged_batch(target)
+    first, again = (module(batch)[0].item() for _ in range(2))
+    assert first == again == module.train()(batch)[0].item()
+
+
 EXPERTS: dict[str, Any] = dict(
     num_hidden_layers=5, num_key_value_heads=2, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8, n_group=1,
     topk_group=1, n_routed_experts=4, num_experts=4, moe_num_experts=4, moe_k=2, shared_expert_intermediate_size=16,

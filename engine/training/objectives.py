@@ -173,6 +173,7 @@ class DraftModelTraining(HeadTraining):
         self.head.load_state_dict({name: theirs[_of_layer(name, kept)] for name in self.head.state_dict()})
         for module in (self.head.get_input_embeddings(), self.head.get_output_embeddings()):
             module.requires_grad_(False)
+        self.head.eval()  # see `train`
 
     def train(self, mode: bool = True) -> Self:
         """Dropout stays off: what a step does must depend on the batch alone."""
