@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_checkpoints import Head
 from head_checkpoints import HIDDEN, medusa_shapes, mlp_config, mlp_shapes, random_tensors, write
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, greedy, tiny
@@ -241,4 +242,30 @@ def test_damaged_checkpoints(target: PreTrainedModel, tmp_path: Path) -> None:
     weights.unlink()
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
     with pytest.raises(ValueError, match=r"folder with \*\.safetensors, \*\.bin or \*\.pt files"):
+        engine.load(target, drafter=folder)
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "it is no file of tensors by name"),
+        (b"hello", "it is no file of tensors by name"),
+        ([torch.ones(2)], "it must hold tensors by name, got list"),
+        (torch.ones(2), "it must hold tensors by name, got Tensor"),
+    ],
+)
+@pytest.mark.parametrize("eagle", [1, 3])
+def test_files_of_torch_that_are_something_else(
+    target: PreTrainedModel, tmp_path: Path, content: Any, reason: str, eagle: int
+) -> None:
+    """Such as the pointer that git leaves where no large files were fetched."""
+    folder = Head(eagle=eagle).repository(tmp_path)
+    weights = folder / "pytorch_model.bin"
+    if isinstance(content, bytes):
+        weights.write_bytes(content)
+    else:
+        torch.save(content, weights)
+    with pytest.raises(
+        ValueError, match=rf"drafter must be an intact checkpoint; reading .*pytorch_model\.bin failed: {reason}"
+    ):
         engine.load(target, drafter=folder)

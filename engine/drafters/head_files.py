@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,38 @@ def read_head(folder: Path) -> HeadFiles:
         raise ValueError(f"drafter must be a folder with *.safetensors, *.bin or *.pt files, got {folder} without one")
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
-            found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
-            raise ValueError(f"drafter must be an intact checkpoint; reading {file} failed: {error}") from error
-        tensors |= {name: value for name, value in dict(found).items() if isinstance(value, Tensor)}
+        with reading(file):
+            found = load_file(file) if file.suffix == ".safetensors" else load_pickled(file, "cpu")
+        tensors |= {name: value for name, value in found.items() if isinstance(value, Tensor)}
     return HeadFiles(folder, read_head_config(folder), tensors)
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """What fails within is the reading of this file of a checkpoint."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
+        raise ValueError(f"drafter must be an intact checkpoint; reading {file} failed: {error}") from error
+
+
+def load_pickled(file: Path, device: str) -> dict[str, Any]:
+    """What a file of torch's holds, tensors on this device.
+
+    Raises:
+        ValueError: if it cannot be read, or holds no dictionary.
+        OSError: if it cannot be opened.
+    """
+    try:
+        found = torch.load(file, device, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # of many kinds, as pickles are little programs
+        reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds advice that is none here
+        raise ValueError(f"it is no file of tensors by name ({reason})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"it must hold tensors by name, got {type(found).__name__}")
+    return found
 
 
 def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file_name: str) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
 from ..hub import may_be_hub_id, naming_errors
 from .base import Drafter
 from .eagle import EagleDrafter
-from .head_files import HeadFiles, read_head, read_head_config
+from .head_files import HeadFiles, load_pickled, read_head, read_head_config, reading
 from .medusa import MedusaDrafter
 from .mlp import MlpSpeculatorDrafter
 
@@ -92,10 +92,8 @@ def _names(folder: Path, config: dict[str, Any]) -> list[str]:
     names: list[str] = []
     for pattern in _WEIGHTS:
         for file in sorted(folder.glob(pattern)):
-            try:
+            with reading(file):
                 names += _names_in(file)
-            except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
-                raise ValueError(f"drafter must be an intact checkpoint; reading {file} failed: {error}") from error
         if names:
             break
     return names
@@ -105,7 +103,7 @@ def _names_in(file: Path) -> list[str]:
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as opened:
             return list(opened.keys())
-    return list(torch.load(file, "meta", weights_only=True))
+    return list(load_pickled(file, "meta"))
 
 
 def _fetch(repository: str) -> Path:
