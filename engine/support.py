@@ -121,8 +121,11 @@ def windows(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 def _declares(config: PretrainedConfig, name: str) -> bool:
-    """Whether models of this class know the name."""
-    return config.attribute_map.get(name, name) in inspect.signature(type(config)).parameters
+    """Whether models of this class know the name, or the one that this config was made for (`eagle_config`)."""
+    return (
+        name in getattr(config, "_declared", ())
+        or config.attribute_map.get(name, name) in inspect.signature(type(config)).parameters
+    )
 
 
 def why_eager(model: PreTrainedModel) -> str | None:

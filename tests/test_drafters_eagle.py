@@ -27,6 +27,7 @@ from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.eagle import EagleDrafter
 from engine.drafters.recognise import recognise
 from engine.state import BatchState
+from engine.support import windows
 from engine.training.eagle3 import Eagle3Training
 from engine.training.eagle3_files import save_eagle3
 
@@ -106,6 +107,14 @@ def test_drafts_of_fused_layers(tmp_path: Path, name: str) -> None:
     check_drafts(target, drafter, head)
     layers = drafter.model.layers
     assert [type(layer).__name__.startswith("Fused") for layer in layers] == [True] * len(layers)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_heads_window_is_that_of_its_layers(tmp_path: Path, kind: str) -> None:
+    head = drafter_of(Head(kind=kind, window=5).speculators(tmp_path / "window"))
+    assert windows(head.model.config) == {"sliding_attention": 5}
+    folder = Head(kind=kind).repository(tmp_path / "none", sliding_window=5)  # that of a target whose config was copied
+    assert windows(drafter_of(folder).model.config) == {"all": None}
 
 
 def test_nvidias_config(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def eagle_config(layer_config: Any, **attributes: Any) -> Any:
         eagle=3, num_features=3, fuses=True, feature_size=config.hidden_size, draft_vocab_size=config.vocab_size,
         fc_bias=False, output_bias=getattr(config, "attention_bias", False), last_state_normed=True,
         norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
+        _declared=("layer_types",),  # unlike a llama, see `EagleModel._attention`
     )  # fmt: skip
     for name, value in {**defaults, **attributes}.items():
         setattr(config, name, value)
