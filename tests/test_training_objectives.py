@@ -246,6 +246,20 @@ def test_losses_of_soft_labels_are_the_textbook_formulas(name: str, wants_weight
     assert torch.equal(best, logits.argmax(-1))
 
 
+def test_losses_of_other_names() -> None:
+    target, rows = target_of(), torch.ones(1, 2)
+    for call in (
+        lambda: draft_loss("KL", rows, rows),
+        lambda: SoftLabels(rows, rows, "KL"),
+        lambda: eagle(target, loss="KL"),
+        lambda: MedusaTraining(target, 1, "KL"),
+        lambda: MlpTraining(target, 1, "KL"),
+        lambda: DraftModelTraining(target, 1, "KL"),
+    ):
+        with pytest.raises(ValueError, match="loss must be one of kl, lk, got 'KL'"):
+            call()
+
+
 def test_drafts_that_are_never_accepted_have_a_finite_loss() -> None:
     labels, logits = torch.tensor([[1.0, 0.0]]), torch.tensor([[-200.0, 0.0]], requires_grad=True)
     expected = -math.log(LOWEST_RATE)

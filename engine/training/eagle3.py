@@ -18,6 +18,7 @@ from ..drafters.eagle_model import EagleModel, eagle_config
 from ..support import context_length
 from .batches import Batch
 from .objectives import STEP_DECAY
+from .options import check_loss
 from .soft_labels import SoftLabels
 from .target_head import TargetHead
 
@@ -39,6 +40,9 @@ class Eagle3Training(nn.Module):
         start: begin with the weights of this head, which passed `check_start`, and go by its config; with its output matrix,
             unless that is the target's.
         loss: one of LOSSES.
+
+    Raises:
+        ValueError: for another loss.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Eagle3Training(nn.Module):
         loss: str = "kl",
     ) -> None:
         super().__init__()
+        check_loss(loss)
         config = target.config.get_text_config()
         self.layers, self.num_steps, self.freeze_head, self.loss = layers, num_steps, freeze_head, loss
         own = head_config(config, len(layers), len(draft_ids)) if start is None else copy.deepcopy(start.config)

@@ -2,6 +2,8 @@
 
 from torch import Tensor, minimum
 
+from .options import check_loss
+
 LOWEST_RATE = 1e-6  # an acceptance rate counts as at least this, so that its logarithm is finite
 
 
@@ -17,7 +19,11 @@ def draft_loss(name: str, target_probs: Tensor, draft_logits: Tensor) -> Tensor:
 
     Returns:
         [...] float32.
+
+    Raises:
+        ValueError: for another name.
     """
+    check_loss(name)
     if name == "kl":
         return -(target_probs * draft_logits.log_softmax(-1)).sum(-1)
     return -minimum(target_probs, draft_logits.softmax(-1)).sum(-1).clamp(min=LOWEST_RATE).log()

@@ -20,6 +20,7 @@ from ..drafters.medusa_model import MedusaHeads
 from ..drafters.mlp import MlpSpeculator, MlpSpeculatorDrafter
 from .batches import Batch
 from .losses import draft_loss
+from .options import check_loss
 from .target_head import TargetHead, weight_of
 
 STEP_DECAY = 0.9  # weight of a draft against the one before it
@@ -40,10 +41,14 @@ class HeadTraining(nn.Module, ABC):
         target: not changed.
         num_steps: drafts that a chain is trained on.
         loss: one of LOSSES.
+
+    Raises:
+        ValueError: for another loss, or fewer than 1 draft.
     """
 
     def __init__(self, target: PreTrainedModel, num_steps: int, loss: str) -> None:
         super().__init__()
+        check_loss(loss)
         check_int("num_steps", num_steps, 1)
         self.target_head = TargetHead.of(target)
         self.num_steps, self.loss = num_steps, loss

@@ -21,6 +21,12 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 
 
+def check_loss(loss: Any) -> None:
+    """Raise ValueError unless it is one of LOSSES."""
+    if loss not in LOSSES:
+        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
+
+
 @dataclass(frozen=True)
 class TrainingOptions:
     """What to train, on what, and how.
@@ -89,8 +95,7 @@ class TrainingOptions:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if not isinstance(self.target, str) or not self.target:
             raise ValueError(f"target must be a hub id, a folder or a GGUF file, got {self.target!r}")
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        check_loss(self.loss)
         self._check_method_takes()
         checked: dict[str, Any] = {name: check_int(name, getattr(self, name), 1) for name in _AT_LEAST_ONE}
         checked["max_length"] = check_int("max_length", self.max_length, 2)

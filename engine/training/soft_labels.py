@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .losses import LOWEST_RATE
+from .options import check_loss
 
 _ROWS_ON_CPU, _ROWS = 64, 2048  # at a time; elsewhere many small calls would cost more than the cache gives
 
@@ -22,9 +23,13 @@ class SoftLabels:
         labels: [N, V] probabilities; products are computed in their dtype.
         weight: [V, H], of any dtype; gradients reach it if it requires them.
         loss: one of LOSSES.
+
+    Raises:
+        ValueError: for another loss.
     """
 
     def __init__(self, labels: Tensor, weight: Tensor, loss: str = "kl") -> None:
+        check_loss(loss)
         self._labels, self._weight, self._means = labels, weight, None
         if loss == "kl":
             with torch.no_grad():
