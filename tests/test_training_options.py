@@ -107,6 +107,20 @@ def test_answers_are_sampled_each_with_its_temperature_and_seed(target: Path, tm
     assert len({tuple(answer.token_ids) for answer in found}) == 5  # the greedy ones are the same
 
 
+def test_prompts_that_are_held_back_and_learned_from(
+    target: Path, tmp_path: Path, up_to_the_training: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = ["one", "two", "three", "four", "five"]
+    chosen = options(target, "medusa", validation_share=0.5, max_new_tokens=2)
+    warnings = []
+    for last in ("one", "six"):
+        caplog.clear()
+        up_to_the_training([*prompts, last], tmp_path / last, chosen)
+        warnings.append([record.getMessage() for record in caplog.records])
+    ((warning,), none) = warnings
+    assert warning.startswith("of 3 prompts that are held back, 1 are learned from too") and not none
+
+
 def test_first_weights_are_the_seeds(target: Path, tmp_path: Path, up_to_the_training: Any) -> None:
     """So that a run can be repeated, and repeated with other ones."""
     made = []

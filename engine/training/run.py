@@ -6,6 +6,7 @@ lock, which the run that works there holds.
 When the drafter is there, work/ is of no more use.
 """
 
+import logging
 import math
 import shutil
 import tempfile
@@ -33,6 +34,8 @@ from .loop import Schedule, is_done, train
 from .objectives import DraftModelTraining, MedusaTraining, MlpTraining, check_num_layers
 from .options import TrainingOptions
 from .plots import plot_training
+
+logger = logging.getLogger(__name__)
 
 
 @torch.random.fork_rng(devices=[])  # loading and first weights draw numbers, which is no affair of the caller's
@@ -80,12 +83,13 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     num_tokens = vocab_size(target)
     ids = [encode(prompt, f"prompts[{i}]", tokenizer, num_tokens, limit) for i, prompt in enumerate(prompts)]
     options = replace(options, chat=options.chat and any(map(_is_chat, prompts)))  # as it was, for the card
+    held = min(max(1, round(options.validation_share * len(ids))), len(ids) - 1)
+    _warn_of_known_prompts(ids[:-held], ids[-held:])
     with begin(out, settings) as work:
         answers = answer_prompts(
             llm, ids, work / "answers.jsonl", options.temperatures, options.max_new_tokens, options.seed, limit
         )
         del llm  # and the buffers of its batch
-        held = min(max(1, round(options.validation_share * len(answers))), len(answers) - 1)
         parts = {"training": answers[:-held], "validation": answers[-held:]}
         texts = _kept_texts(target, parts, layers, work, limit)
         if not is_done(work, options.epochs):  # if it is, they may have been deleted, for the room that they take
@@ -120,6 +124,18 @@ def _check_prompts(prompts: Sequence[Any]) -> None:
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str) and not prompt.strip():
             raise ValueError(f"prompts[{index}] must not be empty")
+
+
+def _warn_of_known_prompts(learned: Sequence[list[int]], held_back: Sequence[list[int]]) -> None:
+    """Those that are held back are to tell how well the drafter does on prompts that it does not know."""
+    known = set(map(tuple, learned))
+    if count := sum(tuple(prompt) in known for prompt in held_back):
+        logger.warning(
+            "of %d prompts that are held back, %d are learned from too: the acceptance that is measured is partly of texts that "
+            "the drafter knows",
+            len(held_back),
+            count,
+        )
 
 
 def _kept_texts(
