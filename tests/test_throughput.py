@@ -100,6 +100,10 @@ def test_bad_options_that_are_found_in_files(
         (["-d", "staged:ngram"], "drafter staged:MODEL must have the hub id, folder or GGUF file of a draft model"),
         (["-d", f"staged:{head}"], "which holds a learned head (MedusaDrafter)"),
         (["--relative-to", "nobody"], "relative_to must be one of the methods (ours plain, ours ngram K=5"),
+        (  # which is in the first contest alone
+            ["-T", "0.7", "0", "--verification", "block", "--relative-to", "ours ngram K=5 block"],
+            "relative_to must be one of the methods (ours plain, ours ngram K=5, transformers plain",
+        ),
         (["--out", str(tmp_path / "file")], "--out must be a folder that can be written"),
         (["--report-only", "--out", str(tmp_path / "none")], "out must hold a run for --report-only"),
     ):

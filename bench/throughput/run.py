@@ -64,7 +64,8 @@ def run(options: Options, restart: bool = False) -> Records:
         ValueError: for options that do not fit the prompts, the models or the run in the folder, or if another run works there.
     """
     prompts = select(read_prompts(options.prompts), options.categories, options.per_category, options.max_turns)
-    plan.methods(options, plan.contests(options, "")[0])  # so that a wrong name is told before anything is done
+    for contest in plan.contests(options, ""):
+        plan.methods(options, contest)  # so that a name that is wrong in one of them is told before anything is done
     timing.use_all_cores()
     with no_other_run(options.out):
         records = Records(options.out, describe(options, prompts), restart)
