@@ -112,8 +112,9 @@ def test_bad_options_that_are_found_in_files(
 
 
 def test_options_that_the_model_refuses(bench: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    bench(tokens="500", status=2)
+    folder = bench("-n", "6", "500", status=2)
     assert f"max_new_tokens must be <= {CONTEXT - 2} for this target's context, got 500" in capsys.readouterr().err
+    assert read_records(folder) == []  # told before the other contest
     folder = bench("--load-option", "compile=maybe", out="other", status=2)
     assert capsys.readouterr().err.endswith("error: compile must be True or False, got 'maybe'\n")
     assert not json.loads((folder / "run.json").read_text())["complete"] and read_records(folder) == []

@@ -34,6 +34,16 @@ def skip(bar: Any, units: int) -> None:
     bar.n, bar.initial, bar.last_print_n = bar.n + units, bar.initial + units, bar.last_print_n + units
 
 
+def room_for_prompts(bed: Bed, max_new_tokens: int) -> int:
+    """Tokens of the target's context that are left; ValueError unless that is 2 or more."""
+    room = bed.context_length - max_new_tokens
+    if room < 2:
+        raise ValueError(
+            f"max_new_tokens must be <= {bed.context_length - 2} for this target's context, got {max_new_tokens}"
+        )
+    return room
+
+
 class Match:
     """One contest, prompt by prompt."""
 
@@ -42,12 +52,7 @@ class Match:
     ) -> None:
         self.options, self.records, self.bed, self.contest = options, records, bed, contest
         self.groups = groups(prompts, contest.prompts_per_call)
-        room = bed.context_length - contest.max_new_tokens
-        if room < 2:
-            raise ValueError(
-                f"max_new_tokens must be <= {bed.context_length - 2} for this target's context, got {contest.max_new_tokens}"
-            )
-        self.prompt_limit = min(options.max_prompt_tokens, room)
+        self.prompt_limit = min(options.max_prompt_tokens, room_for_prompts(bed, contest.max_new_tokens))
         self.comparer = Comparer(bed.target)
 
     def play(self, bar: Any) -> None:

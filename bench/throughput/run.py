@@ -15,7 +15,7 @@ from bench.figures import tidy
 from bench.report import code_digest, digest, environment
 from bench.throughput import plan
 from bench.throughput.bed import load_bed
-from bench.throughput.match import Match, say, skip
+from bench.throughput.match import Match, room_for_prompts, say, skip
 from bench.throughput.options import Options
 from bench.throughput.prompts import Prompt, groups, read_prompts, select
 from bench.throughput.records import Records, no_other_run
@@ -86,7 +86,10 @@ def _measure(options: Options, records: Records, prompts: Sequence[Prompt]) -> N
                 if contest.label in records.run["finished"]:
                     skip(bar, len(groups(prompts, contest.prompts_per_call)) * options.repeats)
                     continue
-                bed = bed or load_bed(options, dtype)
+                if bed is None:
+                    bed = load_bed(options, dtype)
+                    for length in options.max_new_tokens:
+                        room_for_prompts(bed, length)  # so that one too many is told before all others are measured
                 known = replace(contest, dtype=bed.dtype)
                 Match(options, records, bed, known, prompts).play(bar)
                 records.finish(contest.label, asdict(known))
