@@ -288,6 +288,23 @@ def test_adapters_against_stand_ins(fakes: None, bench: Callable[..., Path], dra
                 assert record["differences"] == {"ours plain": None, "transformers plain": None}
 
 
+def test_no_other_engine_decodes_more_rows_than_a_batch(fakes: None, target: str, tmp_path: Path) -> None:
+    bed = load_bed(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
+    method = Economize(2)
+    method.prepare(bed, Contest("float32", 2, 0.0, 4, batches_per_call=2))
+    sizes: list[int] = []
+    decode_batch = method._model.decode_batch
+
+    def noted(prompts: list[torch.Tensor], *arguments: Any, **more: Any) -> Any:
+        sizes.append(len(prompts))
+        return decode_batch(prompts, *arguments, **more)
+
+    method._model.decode_batch = noted
+    call = method.generate([[5, 6], [7, 8, 9], [10]], [0, 1, 2], 4)
+    assert sizes == [2, 1] and len(call.rows) == call.prefill_tokens == 3
+    assert call.prefill_seconds is not None and call.prefill_seconds > 0
+
+
 # Presets.
 
 # What stands in for a family; of OPT-350M also what sets it apart: norms behind, and embeddings narrower than the rest.

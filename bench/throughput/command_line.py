@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument("--batch-sizes", "-b", nargs="+", type=int, metavar="B")
     work.add_argument(
         "--batches-per-call", type=int, metavar="N",
-        help="prompts for so many batches in each call: ours fills free slots, transformers takes batch after batch",
+        help="prompts for so many batches in each call: ours fills free slots, others take batch after batch",
     )  # fmt: skip
     work.add_argument("--temperatures", "-T", nargs="+", type=float, metavar="T", help="0 is greedy")
     work.add_argument("--max-new-tokens", "-n", nargs="+", type=int, metavar="N")

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria
 
 from bench.throughput.bed import Bed
-from bench.throughput.methods import Call, Contest, Method, Row, synchronize, up_to_end
+from bench.throughput.methods import Call, Contest, Method, Row, synchronize, together, up_to_end
 from bench.throughput.options import drafter_label
 
 
@@ -77,11 +77,7 @@ class Transformers(Method):
         """Batch after batch."""
         size = self._batch_size
         batches = range(0, len(prompts), size)
-        calls = [self._batch(prompts[i : i + size], seeds[i : i + size], max_new_tokens) for i in batches]
-        rows = [row for call in calls for row in call.rows]
-        return Call(
-            rows, sum(call.prefill_seconds or 0.0 for call in calls), sum(call.prefill_tokens for call in calls)
-        )
+        return together(self._batch(prompts[i : i + size], seeds[i : i + size], max_new_tokens) for i in batches)
 
     def _batch(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         assert self._model is not None

@@ -3,7 +3,7 @@
 import importlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,13 @@ class Call:
     draft_seconds: float | None = None
     verify_seconds: float | None = None  # target calls and verification, in rounds
     forward_seconds: float | None = None  # of both, those in the target's and the drafter's forward passes
+
+
+def together(calls: Iterable[Call]) -> Call:
+    """Calls for one batch after another, as one; of their times, those until the prompts are read."""
+    made = list(calls)
+    rows = [row for call in made for row in call.rows]
+    return Call(rows, sum(call.prefill_seconds or 0.0 for call in made), sum(call.prefill_tokens for call in made))
 
 
 class Method(ABC):

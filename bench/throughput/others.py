@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.throughput.bed import Bed
-from bench.throughput.methods import Call, Contest, FirstLogits, Method, Row
+from bench.throughput.methods import Call, Contest, FirstLogits, Method, Row, together
 from bench.throughput.options import drafter_label
 
 
@@ -95,11 +95,17 @@ class Economize(Method):
         self._base = bed.stock_copy()
         self._model: Any = economize.apply(self._base, technique, decoding=self._decoding)
         self._sampler, self._temperature = economize.TopPSampler, contest.temperature
-        self._eos, self._device = set(bed.eos_token_ids), bed.device
+        self._eos, self._device, self._batch_size = set(bed.eos_token_ids), bed.device, contest.batch_size
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
+        """Batch after batch: it decodes all that it is given together."""
+        size = self._batch_size
+        batches = range(0, len(prompts), size)
+        return together(self._batch(prompts[i : i + size], seeds[i], max_new_tokens) for i in batches)
+
+    def _batch(self, prompts: list[list[int]], seed: int, max_new_tokens: int) -> Call:
         tensors = [torch.tensor(ids, device=self._device) for ids in prompts]
-        more = {"selector": self._sampler(temperature=self._temperature, seed=seeds[0])} if self._temperature else {}
+        more = {"selector": self._sampler(temperature=self._temperature, seed=seed)} if self._temperature else {}
         first = FirstLogits(self._base)
         results = self._model.decode_batch(tensors, max_new_tokens, stop=self._eos or None, **more)
         return Call([_row(result) for result in results], first.seconds, len(results))
