@@ -356,6 +356,15 @@ def test_without_matplotlib(
     assert (folder / "speedup.png").exists() and note not in (folder / "table.md").read_text()
 
 
+def test_dollars_in_a_category_are_no_formula(bench: Callable[..., Path], tmp_path: Path) -> None:
+    lines = [{"question_id": i, "category": name, "turns": ["abc"]} for i, name in enumerate(("US$ #1 and CA$", "b"))]
+    path = tmp_path / "dollars.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder = bench("--prompts", str(path), "-d", baselines="plain")
+    assert "| US$ #1 and CA$ | ours plain | 1 |" in (folder / "table.md").read_text()
+    assert (folder / "speedup.png").exists()
+
+
 def test_a_reader_of_the_report_that_has_gone(tmp_path: Path) -> None:
     code = (
         "import sys, bench.throughput.report as report; report.write_report = lambda folder: 'table'; "

@@ -29,7 +29,9 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "use_all_cores", lambda: 1)
 
 
-DRAWN = ("test_a_run", "test_without_matplotlib", "test_batches_and_sampling")
+DRAWN = (
+    "test_a_run", "test_without_matplotlib", "test_batches_and_sampling", "test_dollars_in_a_category_are_no_formula",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

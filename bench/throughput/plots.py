@@ -21,6 +21,7 @@ PART_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "overhead": "#7F7F7F"}
 STYLE: Any = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#DDDDDD",
     "axes.axisbelow": True, "figure.dpi": 130, "savefig.bbox": "tight", "legend.frameon": False, "axes.titlesize": 10,
+    "text.parse_math": False,  # a category may have dollars
 }  # fmt: skip
 MISSING = "plots were left out: matplotlib cannot be imported (pip install matplotlib, then --report-only)"
 
