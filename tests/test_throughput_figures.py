@@ -1,6 +1,7 @@
 """bench/throughput: the theory curve, rows, synthetic drafters, comparisons of texts, ratios."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from throughput_runs import ONE
 from tiny_models import greedy, random_prompts, tiny
 
 import engine
+from bench.throughput import plots
 from bench.throughput.compare import Comparer, log_prob_gap
 from bench.throughput.methods import Row, up_to_end
 from bench.throughput.summary import CallFigures, Summary, summarize
@@ -159,3 +161,11 @@ def test_ratios_to_our_plain_are_call_by_call() -> None:
     for row in ours.rows:
         row["forward_seconds"] = 0.9
     assert ours.outside_forwards == pytest.approx(0.1)  # of 1, 7 and 1 seconds of rounds
+
+
+def test_plots_of_before_do_not_stay(tmp_path: Path) -> None:
+    """Those of a run that was discarded, or of an interrupted one that had fewer contests; all else is not ours."""
+    for name in ("speedup.png", "drafts-2.png", "rounds.png", "batches.png", "my rounds.png", "table.md"):
+        (tmp_path / name).touch()
+    assert plots.draw_all({}, "transformers plain", tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my rounds.png", "table.md"]

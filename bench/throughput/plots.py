@@ -1,6 +1,7 @@
 """Pictures of a run, with matplotlib, which is an extra: `pip install matplotlib`."""
 
 import importlib.util
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ STYLE: Any = {
     "text.parse_math": False,  # a category may have dollars
 }  # fmt: skip
 MISSING = "plots were left out: matplotlib cannot be imported (pip install matplotlib, then --report-only)"
+NAMES = re.compile(r"((speedup|drafts|rounds)(-\d+)?|batches)\.png")  # what `draw_all` writes
 
 Figures = dict[Contest, list[Summary]]
 
@@ -33,7 +35,7 @@ def available() -> bool:
 
 
 def draw_all(summaries: Figures, relative_to: str, folder: Path) -> list[str]:
-    """Write every picture for which there are figures; returns their names. Needs matplotlib."""
+    """Write every picture for which there are figures, and remove others of before; returns their names. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -55,6 +57,9 @@ def draw_all(summaries: Figures, relative_to: str, folder: Path) -> list[str]:
         draw(f"drafts{suffix}.png", against_k, contest, overall(found), relative_to)
         draw(f"rounds{suffix}.png", parts_of_rounds, contest, overall(found))
     draw("batches.png", batch_scaling, summaries)
+    for path in folder.iterdir():
+        if NAMES.fullmatch(path.name) and path.name not in drawn:  # of a discarded run, or of fewer contests
+            path.unlink()
     return drawn
 
 
