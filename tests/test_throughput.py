@@ -63,7 +63,8 @@ LOOKUP = "transformers lookup K=5"
         (["-d", "ngram+staged:./no/model"], "drafter must be an existing path or a hub id, got './no/model'"),
         (["-d", "ngram+layer_skip:3-1"], "drafter layer_skip:... must have a number of layers >= 1"),
         (["--target", "/no/such/model"], "target must be an existing path or a hub id"),
-        (["--dtypes", "int8"], "dtypes must be 'auto' or floating torch dtypes such as 'bfloat16', got 'int8'"),
+        (["--dtypes", "int8"], "dtypes must be of auto, bfloat16, float16, float32, float64, got 'int8'"),
+        (["--dtypes", "float32", "float8_e4m3fn"], "float64, got 'float8_e4m3fn'"),  # which engine.load refuses
         (["--device", "toaster"], "device must be 'auto', 'cpu' or a GPU that is there, got 'toaster'"),
         (["-d", "a/same", "b/same"], "drafters must have different names"),
         (["-k", "2", "2"], "num_draft_tokens must not name anything twice"),

@@ -13,6 +13,7 @@ from bench.throughput.prompts import OWN_PROMPTS, TEMPLATES
 from engine.config import VERIFICATION_METHODS
 from engine.drafters.named import LAYER_SKIP, label, location, named, split_stages
 from engine.hub import may_be_hub_id
+from engine.loading import DTYPES
 
 BASELINES = ("plain", "lookup", "assistant", "compiled", "no-cache", "flashspec", "economize")
 DEFAULT_BASELINES = ("plain", "lookup", "assistant", "compiled", "flashspec", "economize")
@@ -106,9 +107,9 @@ class Options:
 
     def _check_models(self) -> None:
         for dtype in self.dtypes:
-            found = getattr(torch, dtype, None)
-            if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
-                raise ValueError(f"dtypes must be 'auto' or floating torch dtypes such as 'bfloat16', got {dtype!r}")
+            if dtype != "auto" and getattr(torch, dtype, None) not in DTYPES:
+                names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+                raise ValueError(f"dtypes must be of auto, {names}, got {dtype!r}")
         kind = self.device.split(":")[0]
         if kind not in ("auto", "cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
             raise ValueError(f"device must be 'auto', 'cpu' or a GPU that is there, got {self.device!r}")
