@@ -12,7 +12,7 @@ from tiny_models import greedy, random_prompts, tiny
 
 import engine
 from bench.throughput import plots
-from bench.throughput.compare import Comparer, log_prob_gap
+from bench.throughput.compare import Comparer, Difference, log_prob_gap
 from bench.throughput.methods import Row, up_to_end
 from bench.throughput.summary import CallFigures, Summary, summarize
 from bench.throughput.synthetic import SyntheticDrafter
@@ -112,6 +112,15 @@ def test_differences_and_gaps() -> None:
     assert log_prob_gap(model, prompt, 4, 4) == 0
     short = comparer.difference(prompt, plain[:3], plain)
     assert short is not None and (short.position, short.token, short.log_prob_gap) == (3, None, None)
+
+
+def test_logits_that_overflow_have_no_gap() -> None:
+    """As those of a checkpoint in bfloat16 may in float16; JSON has no word for what is not finite."""
+    model = tiny("llama", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(math.inf)
+    found = Comparer(model).difference([5, 9, 13], [1, 2], [1, 3])
+    assert found == Difference(1, 2, 3, None)
 
 
 def test_figures_of_a_method() -> None:

@@ -1,5 +1,6 @@
 """Where two texts part, and how nearly the target was undecided there."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ class Difference:
     token: int | None  # of the text; None: it ends before
     plain_token: int | None  # of plain decoding's text; None: that one ends before
     # log p(plain token) - log p(token) under the target, from one plain call over what both have in common: near 0 where
-    # rounding may decide. None where one of the texts ends.
+    # rounding may decide. None where one of the texts ends, or one of the logits overflows.
     log_prob_gap: float | None
 
 
@@ -39,7 +40,7 @@ class Comparer:
             key = (*prompt, *plain[:position], -1, token, plain_token)
             if key not in self._gaps:
                 self._gaps[key] = log_prob_gap(self._target, prompt + plain[:position], plain_token, token)
-            gap = self._gaps[key]
+            gap = self._gaps[key] if math.isfinite(self._gaps[key]) else None
         return Difference(position, token, plain_token, gap)
 
 
