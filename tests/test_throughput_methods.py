@@ -231,6 +231,25 @@ def test_a_static_cache_gives_the_same_text(target: str, tmp_path: Path) -> None
     assert texts[0] == texts[1]
 
 
+def test_a_static_cache_has_its_size_before_anything_is_timed(
+    bench: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger one is another shape, for which a GPU compiles again; the second turn is longer than the first."""
+    sizes: list[int] = []
+    generate = Transformers.generate
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        call = generate(self, *arguments)
+        if self.full_warmup:
+            sizes.append(self._model._previous_max_cache_length)
+        return call
+
+    monkeypatch.setattr(Transformers, "generate", noted)
+    monkeypatch.setattr(Transformers, "unavailable", lambda *_: None)  # as on a GPU
+    bench("--categories", "talk", "-d", baselines="plain compiled")
+    assert len(sizes) == 3 and len(set(sizes)) == 1
+
+
 def test_prompt_lookup_is_counted_call_by_call(target: str, tmp_path: Path) -> None:
     """Beside what transformers' own candidate generator says that it proposed."""
     bed = load_bed(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")

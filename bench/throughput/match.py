@@ -110,8 +110,11 @@ class Match:
             nonlocal plain_texts
             if isinstance(method, Ours):
                 method.plain_texts = plain_texts
-            length = self.contest.max_new_tokens if method.full_warmup else WARMUP_TOKENS
-            call = method.generate(prompts, seeds, min(length, self.contest.max_new_tokens))
+            if method.full_warmup:  # of later turns nobody knows yet how long they are
+                texts, length = self._as_long_as_any(prompts), self.contest.max_new_tokens
+            else:
+                texts, length = prompts, min(WARMUP_TOKENS, self.contest.max_new_tokens)
+            call = method.generate(texts, seeds, length)
             if method.name == OUR_PLAIN:
                 plain_texts = [row.token_ids for row in call.rows]
 
@@ -129,6 +132,11 @@ class Match:
             raise ValueError(f"no method could run ({self.contest.label}); the reasons are above")
         self.records.take_part(self.contest.label, [method.name for method in ready])
         return ready
+
+    def _as_long_as_any(self, prompts: list[list[int]]) -> list[list[int]]:
+        """The longest first turns; where there are later ones, filled up to the most tokens that a prompt may have."""
+        limit = self.prompt_limit if any(group.turn for group in self.groups) else 0
+        return [(ids * -(-limit // max(len(ids), 1)))[:limit] if len(ids) < limit else ids for ids in prompts]
 
     def _prompts(self, group: Group, repeat: int) -> list[list[int]]:
         """Token ids; earlier turns are answered by our own plain decoding, so that all methods get the same prompts."""
