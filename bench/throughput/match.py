@@ -110,11 +110,11 @@ class Match:
             nonlocal plain_texts
             if isinstance(method, Ours):
                 method.plain_texts = plain_texts
-            if method.full_warmup:  # of later turns nobody knows yet how long they are
-                texts, length = self._as_long_as_any(prompts), self.contest.max_new_tokens
-            else:
-                texts, length = prompts, min(WARMUP_TOKENS, self.contest.max_new_tokens)
-            call = method.generate(texts, seeds, length)
+            if method.full_warmup:
+                for texts in self._calls_of_all_shapes(prompts):
+                    method.generate(texts, [self.options.seed] * len(texts), self.contest.max_new_tokens)
+                return
+            call = method.generate(prompts, seeds, min(WARMUP_TOKENS, self.contest.max_new_tokens))
             if method.name == OUR_PLAIN:
                 plain_texts = [row.token_ids for row in call.rows]
 
@@ -133,10 +133,14 @@ class Match:
         self.records.take_part(self.contest.label, [method.name for method in ready])
         return ready
 
-    def _as_long_as_any(self, prompts: list[list[int]]) -> list[list[int]]:
-        """The longest first turns; where there are later ones, filled up to the most tokens that a prompt may have."""
+    def _calls_of_all_shapes(self, prompts: list[list[int]]) -> list[list[list[int]]]:
+        """The longest first turns in calls of all sizes, as the last one may have fewer rows. Of later turns nobody knows yet how
+        long they are: where there are some, the prompts are filled up to the most tokens that one may have.
+        """
         limit = self.prompt_limit if any(group.turn for group in self.groups) else 0
-        return [(ids * -(-limit // max(len(ids), 1)))[:limit] if len(ids) < limit else ids for ids in prompts]
+        filled = [(ids * -(-limit // max(len(ids), 1)))[:limit] if len(ids) < limit else ids for ids in prompts]
+        sizes = sorted({len(group.prompts) for group in self.groups}, reverse=True)
+        return [[filled[i % len(filled)] for i in range(size)] for size in sizes]
 
     def _prompts(self, group: Group, repeat: int) -> list[list[int]]:
         """Token ids; earlier turns are answered by our own plain decoding, so that all methods get the same prompts."""
