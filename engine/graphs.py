@@ -5,6 +5,7 @@ launch it. A graph launches them all at once. A replay reads and writes the same
 decided while it was captured: so tensors must stay where they lie, and Python numbers that matter are part of the key.
 """
 
+import gc
 import logging
 import sys
 import threading
@@ -74,7 +75,7 @@ class CudaCapture:
             graph = torch.cuda.graph(
                 self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             )
-            with _one_at_a_time, graph:
+            with _one_at_a_time, _garbage_kept(), graph:
                 return work()
         except BaseException:  # a capture that cannot be ended leaves its stream current, and memory going to its pool
             torch.cuda.set_stream(before)
@@ -89,6 +90,22 @@ class CudaCapture:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """While this is entered, Python's garbage collector does not run by itself.
+
+    A graph that it finds, as of an engine that is gone, cannot be destroyed while another is captured: the capture would fail.
+    (Nor can Triton's kernels be unloaded then.) torch has not collected garbage before a capture since 2.9.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache

@@ -286,6 +286,28 @@ def test_there_are_counters_for_every_capture(device: Device, monkeypatch: pytes
     assert len(graphs) == 2 and reserved == [False] * 2
 
 
+def test_no_garbage_is_collected_during_a_capture(device: Device) -> None:
+    """In it may be the graph of an engine that is gone, which cannot be destroyed then."""
+    during_capture: list[bool] = []
+
+    class Gone:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            during_capture.append(device.capturing is not None)
+
+    def work() -> None:
+        Gone()
+        _ = [[each] for each in range(100_000)]  # so many objects that the collector runs
+
+    graphs = Graphs.for_device(torch.device("cuda", 0))
+    for _ in range(2):
+        graphs.run("key", work)
+    gc.collect()
+    assert during_capture == [False] * 2 and gc.isenabled()
+
+
 def test_a_graph_does_nothing_until_it_is_replayed(device: Device) -> None:
     total, step = torch.zeros(2, device="cuda"), torch.ones(2, device="cuda")
 
