@@ -22,10 +22,15 @@ class Ended:
     tail: list[str]  # of what it wrote, errors included
 
 
-def limited(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Ended:
+def limited(
+    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None, *, interrupt: float = 0.0
+) -> Ended:
     """Run a command in the repository's root. At the limit it and all that it has started are killed.
 
     It gets an abort signal first, upon which Python's faulthandler, if it is on, writes where it hangs.
+
+    Args:
+        interrupt: so many seconds before the limit it is interrupted as by Ctrl-C, so that it can say what it has found.
     """
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -35,7 +40,11 @@ def limited(command: Sequence[str], seconds: float, environment: Mapping[str, st
         code = None
         try:
             with suppress(subprocess.TimeoutExpired):
-                code = process.wait(seconds)
+                code = process.wait(seconds - interrupt)
+            if code is None and interrupt:
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(interrupt)
             if code is None:
                 process.send_signal(signal.SIGABRT)
         finally:

@@ -28,6 +28,7 @@ STEP_SECONDS = 200  # at most for a step; parts that are measured by then are ke
 TEST_SECONDS = 300  # for the tests, most of which goes into compiling kernels the first time
 MOST_WORKERS = 8  # processes of the tests; each holds a CUDA context
 MOST_FAILURES = 20
+SUMMARY_SECONDS = 20  # in which tests that are interrupted say which have failed; pytest-xdist waits 10 for its workers
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def gpu_tests(report: Report) -> list[str]:
         command += ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1)), "--dist", "worksteal"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     start = time.monotonic()
-    ended = limited(command, report.seconds, environment)
+    ended = limited(command, report.seconds, environment, interrupt=SUMMARY_SECONDS)
     outcome = {0: "passed", 5: "no tests were found", None: "not finished"}.get(
         ended.code, f"failed (exit status {ended.code})"
     )

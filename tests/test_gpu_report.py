@@ -89,6 +89,13 @@ def test_how_a_process_ended() -> None:
     assert ended.code == 1 and len(ended.tail) == 60 and set(ended.tail) >= {"sorry", "99"}
 
 
+def test_what_is_not_done_in_time_can_say_what_it_has_found() -> None:
+    """As pytest does, which names the tests that have failed at its end only."""
+    code = "import time\ntry: time.sleep(100)\nexcept KeyboardInterrupt: print('1 failed')"
+    ended = limited([sys.executable, "-I", "-S", "-c", code], 12.5, interrupt=11.0)
+    assert ended.code is None and ended.tail == ["1 failed"]
+
+
 # Steps in processes of their own.
 
 
@@ -361,8 +368,8 @@ def test_a_case_that_lost_the_gpu_is_left_out_of_the_next_contest(
 
 def test_outcome_of_gpu_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(code: int | None, *tail: str) -> tuple[dict[str, Any], list[str]]:
-        def done(command: list[str], seconds: float, environment: dict[str, str]) -> Ended:
-            assert command[1:5] == ["-m", "pytest", "-m", "gpu"] and "-n" in command and seconds == 60
+        def done(command: list[str], seconds: float, environment: dict[str, str], interrupt: float) -> Ended:
+            assert command[1:5] == ["-m", "pytest", "-m", "gpu"] and "-n" in command and seconds == 60 > interrupt > 10
             assert "TRITON_INTERPRET" not in environment
             return Ended(code, list(tail))
 
