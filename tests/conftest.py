@@ -71,6 +71,20 @@ if not torch.cuda.is_available():
     check_overflow(False)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """A kernel that makes the GPU unusable for its process fails no other test: pytest-xdist goes on in a new process, and without it
+    the run ends there."""
+    result = yield
+    from bench.figures import gpu_is_lost
+
+    if item.get_closest_marker("gpu") and gpu_is_lost():
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        pytest.exit("a fault has left the GPU unusable for this process", returncode=1)
+    return result
+
+
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
     """The benchmarks and the demo, which some tests run in their own process, take all cores. Threads that wait for those of another

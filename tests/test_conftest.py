@@ -1,5 +1,9 @@
-"""The tests' own changes to Triton's interpreter."""
+"""The tests' own changes to Triton's interpreter, and what they do on a GPU that a fault has made unusable."""
 
+import os
+from types import SimpleNamespace
+
+import conftest
 import pytest
 import torch
 import triton
@@ -29,3 +33,24 @@ def test_a_sum_that_does_not_fit_is_caught(overflow_checked: None) -> None:
 def test_unless_that_is_off() -> None:
     assert doubled(2**30, torch.int32) == -(2**31)
     assert doubled(3, torch.int16) == 6 and doubled(200, torch.uint8) == 144
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("worker", [True, False])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_process_that_has_lost_the_gpu_runs_no_other_test(
+    lost: bool, worker: bool, marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or all would fail there; a worker that fails fast would even take those of the others."""
+    exits: list[int] = []
+    monkeypatch.setattr("bench.figures.gpu_is_lost", lambda: lost)
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    if worker:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    item = SimpleNamespace(get_closest_marker=lambda name: marked and name == "gpu")
+    protocol = conftest.pytest_runtest_protocol(item)
+    next(protocol)
+    with pytest.raises(pytest.exit.Exception if lost and marked else StopIteration):
+        protocol.send(None)
+    assert exits == [1] * (lost and worker and marked)
