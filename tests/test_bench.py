@@ -20,6 +20,7 @@ from bench.goals import GOALS, Goal, Results
 from bench.measure import Contest, Record, contest, ratio_to, ratios
 from bench.peers import PEERS, FlashInfer, FlashInferGivenDraft, Peer, Textbook, Transformers, VllmFused, VllmV1
 from bench.steps import CPU_VOCAB_SIZES
+from bench.targets import bandwidth
 from bench.timing import Contender, Timing, interleave
 from engine.kernels.ops import METHODS
 
@@ -59,6 +60,21 @@ def test_interleave_stops_in_time_and_refuses_one_repeat() -> None:
     assert interleave({}, repeats=2) == {}
     with pytest.raises(ValueError, match="repeats must be >= 2, got 1"):
         interleave({}, repeats=1)
+
+
+def test_the_bandwidth_of_a_gpu_is_without_the_hosts_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 us for each time that is taken, beside 250 us for a copy."""
+    copies: list[Any] = []
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: SimpleNamespace())
+    monkeypatch.setattr(torch, "zeros_like", lambda _: SimpleNamespace(copy_=copies.append))
+
+    def seconds(run: Callable[[], Any]) -> float:
+        before = len(copies)
+        run()
+        return 10e-6 + 250e-6 * (len(copies) - before)
+
+    monkeypatch.setattr(timing, "_cuda_seconds", seconds)
+    assert bandwidth("cuda") == pytest.approx(2**30 / 250e-6, rel=0.005)
 
 
 def test_quantiles() -> None:
