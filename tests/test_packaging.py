@@ -3,17 +3,21 @@
 import ast
 import configparser
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "engine", "kernels")
+SOURCES = (
+    "pyproject.toml", "setup.cfg", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "engine", "kernels", "tests",
+)  # fmt: skip
 
 
 def run_python(code: str, *, cwd: Path, path: Path | None = None) -> str:
@@ -44,22 +48,30 @@ def modules(folder: Path, prefix: str) -> set[str]:
     }
 
 
+def built(kind: str, source: Path, target: Path) -> Path:
+    """The "wheel" or "sdist" of a source tree, by its build backend: no front end, and no environment that it would fill."""
+    run_python(f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})", cwd=source)
+    (file,) = target.iterdir()
+    return file
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the checkout, built from a copy of it: no network, and nothing is left in the tree."""
-    source = tmp_path_factory.mktemp("source")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout to build from: nothing is left in the tree."""
+    copy = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():
             ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
         else:
-            shutil.copy(ROOT / name, source / name)
-    target = tmp_path_factory.mktemp("wheel")
-    # The build backend is called directly: no need for a front end, or for an environment that it would fill.
-    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(target)!r})"
-    run_python(build, cwd=source)
-    (built,) = target.glob("*.whl")
-    return built
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the checkout."""
+    return built("wheel", source, tmp_path_factory.mktemp("wheel"))
 
 
 def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
@@ -79,6 +91,21 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
             assert f"engine/heads/{head}/{file}" in names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"engine"}
+
+
+def test_sdist_holds_what_the_wheel_is_built_from(source: Path, wheel: Path, tmp_path: Path) -> None:
+    """And no part of the tests, which would fail without the rest of them."""
+    sdist = built("sdist", source, tmp_path)
+    with tarfile.open(sdist) as archive:
+        files = [
+            Path(member.name).relative_to(sdist.name.removesuffix(".tar.gz")) for member in archive if member.isreg()
+        ]
+    tops = {file.parts[0] for file in files} - {"PKG-INFO", "speculative_engine.egg-info"}
+    assert tops == set(SOURCES) - {"tests"}
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    sources = {re.sub(r"^engine/kernels/", "kernels/", name) for name in names}
+    assert sources <= {file.as_posix() for file in files}
 
 
 def test_wheel_metadata(wheel: Path) -> None:
