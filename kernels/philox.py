@@ -153,7 +153,7 @@ def gumbel(
         [..., count] float32.
     """
     words = _words_from(seed, position, origin, stream, (first, 4, 0, (count + 3) // 4))
-    return exponential(words.reshape(*words.shape[:-2], -1)[..., :count]).log_().neg_()
+    return exponential(words.reshape(*words.shape[:-2], 4 * words.shape[-2])[..., :count]).log_().neg_()
 
 
 def first_arrivals(

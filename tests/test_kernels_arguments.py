@@ -155,6 +155,22 @@ def test_nothing_is_recorded_for_gradients(call: str) -> None:
     assert not any(field.requires_grad for field in results if field is not None)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("vocab_size", [5, 3_000])
+def test_no_sequences(monkeypatch: pytest.MonkeyPatch, vocab_size: int, method: str) -> None:
+    """B = 0, as a server calls that has nothing to do."""
+    none, target = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 3, vocab_size)
+    drafts = torch.zeros(0, 2, dtype=torch.int64)
+    where = dict(top_p=torch.zeros(0), seed=none, position=none)
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv("ENGINE_KERNELS", kernels)
+        assert ops.sample(target, **where).tokens.shape == (0, 3)
+        for draft in (None, target[:, 1:]):
+            verdict = ops.verify(target, drafts, draft, **where, method=method, return_logprobs=True)
+            shapes = [None if field is None else field.shape for field in verdict]
+            assert shapes == [(0, 3), (0,), (0,), (0, 3)]
+
+
 def test_warmup_does_nothing_where_the_twins_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a call was made")
