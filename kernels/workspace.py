@@ -2,7 +2,7 @@
 
 Both are allocated once per thread, device and stream, for the largest call so far. Calls of one thread on one stream follow each
 other. But launches of two threads on one stream may alternate, and calls on two streams overlap, so these share no memory. The
-kernels leave every counter at 0, so nothing is cleared between calls.
+kernels leave every counter at 0, so nothing is cleared between calls on a GPU.
 
 While a CUDA graph is captured, memory must be the graph's own:
 
@@ -35,6 +35,8 @@ def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple
     counters, scratch = memory.pop((device, stream), (None, None))
     if counters is None or counters.numel() < num_counters:
         counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
+    elif device.type != "cuda":
+        counters.zero_()  # in the interpreter Ctrl-C may have ended the last launch between two of its programs
     if scratch is None or scratch.numel() < num_floats:
         scratch = None  # free the smaller one before the larger one is allocated
         scratch = torch.empty(num_floats, dtype=torch.float32, device=device)

@@ -3,15 +3,26 @@
 That every counter is 0 again after a launch is asserted by kernel_cases.py, after every call that is compared with its twin.
 """
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE, check_verify, random_filters, random_logits, random_rows, temperatures, verify_case
+from kernel_cases import (
+    DEVICE,
+    TILED,
+    check_verify,
+    random_filters,
+    random_logits,
+    random_rows,
+    temperatures,
+    verify_case,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpreterBuilder
 
 from engine.kernels import ops, workspace
 from engine.kernels.ops import METHODS
@@ -141,6 +152,26 @@ def pool(monkeypatch: pytest.MonkeyPatch, own_memory: None) -> Tensor:
     monkeypatch.setattr(workspace, "_capturing", lambda device: True)
     monkeypatch.setattr(workspace, "_reserved", {counters.device: counters})
     return counters
+
+
+def test_an_interrupted_launch_harms_no_later_one(own_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the interpreter, after some programs have arrived."""
+    if DEVICE != "cpu":
+        pytest.skip("a launch on a GPU is not interrupted")
+    case = verify_case(torch.Generator().manual_seed(3), 2, 1, TILED)
+    check_verify(case)
+    load, loads = InterpreterBuilder.create_masked_load, itertools.count()
+
+    def interrupted(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
+        if next(loads) == 20:
+            raise KeyboardInterrupt
+        return load(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(InterpreterBuilder, "create_masked_load", interrupted)
+        check_verify(case)
+    assert any(counters.any() for counters, _ in workspace.stream_memory().values())
+    check_verify(case | dict(target_logits=case["target_logits"].flip(-1)))
 
 
 def test_threads_share_no_memory() -> None:
