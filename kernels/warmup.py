@@ -30,7 +30,7 @@ def warmup(
     Covered:
 
     - Calls that pass `temperature`. With `filters`, also those that pass all of `top_k`, `top_p` and `min_p` beside it. (To leave
-      one out, pass a value that turns it off.)
+      one out, pass a value that turns it off.) `top_k` is int64; the others are float32, as is a bias.
     - Logits that are contiguous and begin on 16 bytes. Where V is a multiple of 16, also the first rows, or one row, of each
       sequence of such a batch.
 
@@ -78,7 +78,7 @@ def warmup(
     device = example.device  # with its index
     reserve(device)
     whole = torch.zeros(1, dtype=torch.int64, device=device)
-    real = torch.ones(1, device=device)
+    real = torch.ones(1, dtype=torch.float32, device=device)  # whatever torch's default dtype is
     where: dict[str, Any] = dict(seed=whole, position=whole)
     for filtered in {False, filters}:
         rows: dict[str, Any] = dict(temperature=real)
@@ -122,5 +122,5 @@ def _widths(num_draft_tokens: int, vocab_size: int, draft_vocab_size: int | None
 
 def _bias_and_mask(size: int, logit_bias: bool, token_mask: bool, device: torch.device) -> dict[str, Any]:
     """A bias and a mask that change nothing, where they are asked for."""
-    found = {"logit_bias": torch.zeros(size, device=device)} if logit_bias else {}
+    found = {"logit_bias": torch.zeros(size, dtype=torch.float32, device=device)} if logit_bias else {}
     return found | ({"token_mask": torch.ones(size, dtype=torch.bool, device=device)} if token_mask else {})

@@ -185,6 +185,26 @@ def test_warmup_does_nothing_where_the_twins_serve(monkeypatch: pytest.MonkeyPat
         warmup.warmup(100, 2, torch.float32, "cpu")
 
 
+def test_warmup_does_not_depend_on_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which others set to the dtype of a model while they load it. Temperatures of another dtype are another variant."""
+    dtypes: list[set[torch.dtype]] = []
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        dtypes[-1] |= {value.dtype for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+
+    for name in ("row_stats", "sample", "verify"):
+        monkeypatch.setattr(warmup, name, record)
+    monkeypatch.setenv("ENGINE_KERNELS", "triton")
+    for default in (torch.float32, torch.float16):
+        dtypes.append(set())
+        torch.set_default_dtype(default)
+        try:
+            warmup.warmup(100, 2, torch.bfloat16, "cpu", METHODS, 100, filters=True, logit_bias=True, token_mask=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert dtypes[0] == dtypes[1] == {torch.bfloat16, torch.float32, torch.int64, torch.bool}
+
+
 def test_warmup_does_nothing_where_there_is_no_triton() -> None:
     code = """
 import sys
