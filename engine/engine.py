@@ -1,6 +1,8 @@
 """`Engine`, what a user holds: prompts in, outputs out. The loop between is in `serving.py`."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, overload
 
 from tqdm import tqdm
@@ -68,7 +70,7 @@ class Engine:
             late=model.device.type == "cuda",
             ranks=self._ranks,
         )
-        self._generating = False
+        self._generating = threading.Lock()  # held by the call that is served: others may come from other threads
         warn_of_not_applied(model)
         if config.compile:  # not before the drafter has asked for hidden states, which a compiled call gives as well
             compile_now(self._target)
@@ -191,12 +193,12 @@ class Engine:
         text_lengths = check_ints("text_lengths", text_lengths, 2, self.max_length)
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams or None, got {params!r}")
-        self._make_ready()
-        self._server.warm_up_reading(max(text_lengths, default=0))
-        # The longest first: buffers that grow would undo the others.
-        kinds = [(size, length) for length in sorted(text_lengths, reverse=True) for size in batch_sizes]
-        for size, length in tqdm(kinds, unit="bucket", disable=not progress or self._ranks.rank > 0):
-            self._server.warmup(size, length, self._requests.with_defaults(params or SamplingParams()))
+        with self._alone():
+            self._server.warm_up_reading(max(text_lengths, default=0))
+            # The longest first: buffers that grow would undo the others.
+            kinds = [(size, length) for length in sorted(text_lengths, reverse=True) for size in batch_sizes]
+            for size, length in tqdm(kinds, unit="bucket", disable=not progress or self._ranks.rank > 0):
+                self._server.warmup(size, length, self._requests.with_defaults(params or SamplingParams()))
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         for _, new in self._serve([request]):
@@ -219,21 +221,30 @@ class Engine:
 
     def _serve(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Run all requests to their ends; yields (request, new tokens) per row and round."""
-        self._make_ready()
-        self._generating = True
-        try:
+        with self._alone():
             yield from self._server.run(requests)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep others out meanwhile, and undo before what they or an interrupt have done to the target.
+
+        Raises:
+            EngineError: if this engine is generating, its drafter serves another one by now, or the target has been moved.
+        """
+        if not self._generating.acquire(blocking=False):
+            raise EngineError("this engine is generating already: exhaust or close its open stream first")
+        try:
+            self._make_ready()
+            yield
         finally:
-            self._generating = False
+            self._generating.release()
 
     def _make_ready(self) -> None:
         """Undo what others or an interrupt have done to the target (training mode, left out layers).
 
         Raises:
-            EngineError: if this engine is generating, its drafter serves another one by now, or the target has been moved.
+            EngineError: if its drafter serves another engine by now, or the target has been moved.
         """
-        if self._generating:
-            raise EngineError("this engine is generating already: exhaust or close its open stream first")
         for part in self._attached:
             if part.attached_to is not self._target:
                 raise EngineError(

@@ -550,6 +550,26 @@ def test_an_open_stream_keeps_others_out_and_closing_it_lets_them_in(target: Pre
     assert llm.generate([[5, 6]], _params(4))[0].token_ids == greedy(target, [5, 6], 4)
 
 
+@pytest.mark.parametrize("call", ["generate", "warmup"])
+def test_a_call_that_has_only_begun_keeps_others_out(target: PreTrainedModel, call: str) -> None:
+    """Two threads that call at the same moment would spoil each other's texts."""
+    model = copy.deepcopy(target)
+    llm = engine.load(model)
+    errors = []
+
+    def evaluate() -> PreTrainedModel:
+        type(model).eval(model)
+        with ThreadPoolExecutor(1) as pool:
+            errors.append(pool.submit(llm.generate, [5, 6], _params(2)).exception(timeout=60))
+        return model
+
+    model.eval = evaluate  # type: ignore[method-assign]
+    model.train()
+    llm.generate([5, 6], _params(2)) if call == "generate" else llm.warmup([1], [2])
+    assert [type(error) for error in errors] == [engine.EngineError]
+    assert llm.generate([5, 6], _params(4)).token_ids == greedy(target, [5, 6], 4)
+
+
 def test_engines_in_two_threads(target: PreTrainedModel) -> None:
     """Each of their first calls is under way when the other one begins."""
     prompts = [[[3, 4]], [[5, 6, 7], [8, 9]]]
