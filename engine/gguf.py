@@ -12,11 +12,14 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from .checkpoints import whole_model
@@ -46,8 +49,7 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
             return folder
         logger.warning("the converted checkpoint %s is damaged: making it anew from %s", folder, path)
     _check_file(path, role)
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".converting-") as scratch:
+    with _written(root), tempfile.TemporaryDirectory(dir=root, prefix=".converting-") as scratch:
         made = Path(scratch) / "checkpoint"
         _convert(path, dtype, made, role)
         _write_manifest(made)
@@ -69,6 +71,19 @@ def _cache_root() -> Path:
     import platformdirs  # not before it is needed: all else works without it
 
     return Path(platformdirs.user_cache_dir("speculative-engine"))
+
+
+@contextmanager
+def _written(root: Path) -> Iterator[None]:
+    """The cache folder, made if need be; what fails within says which it is, and how to have another one."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        yield
+    except (OSError, SafetensorError) as error:  # the latter for a full disk
+        raise OSError(
+            f"{root}, where converted GGUF files are kept, must be a folder that can be written and has room; the environment "
+            f"variable {CACHE_VARIABLE} names another one: {error}"
+        ) from error
 
 
 def _convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:

@@ -82,7 +82,7 @@ def load(
         FileNotFoundError: for a path that does not exist.
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache, or compiled (a ValueError).
         EngineError: if compiling fails.
-        OSError: for a hub id that cannot be had.
+        OSError: for a hub id that cannot be had, or a cache folder in which no converted GGUF file can be written.
         ImportError: for a GGUF file, without the package gguf.
     """
     config = EngineConfig(

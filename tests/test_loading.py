@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import smollm2
 import torch
+from safetensors import SafetensorError
 from tiny_models import greedy, perturbed, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
 from transformers import AutoConfig, PreTrainedModel
@@ -295,6 +296,22 @@ def test_gguf_is_converted_once_and_mended(source: Path, monkeypatch: pytest.Mon
         conversion.converted(source, torch.float16, "target")
     left = [path.name for path in (tmp_path / "cache").iterdir()]
     assert len(left) == 2 and not any("float16" in name.replace("bfloat16", "") for name in left)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "no folder"])
+def test_a_cache_that_cannot_be_written_is_named(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, full: bool
+) -> None:
+    def convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(conversion, "_convert", convert)
+    if not full:
+        (tmp_path / "cache").write_text("a file")
+    message = f"cache, where.*{conversion.CACHE_VARIABLE}.*{'No space' if full else 'exists'}"
+    with pytest.raises(OSError, match=message) as caught:
+        conversion.converted(source, torch.float16, "target")
+    assert type(caught.value) is OSError  # and no FileNotFoundError, which is for what a user named
 
 
 def test_smollm2_loads_in_a_few_seconds_the_second_time() -> None:
