@@ -49,6 +49,7 @@ def read_checkpoint(
         FileNotFoundError: for a path that does not exist.
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
         OSError: for a hub id that cannot be had.
+        ImportError: without a package that is needed, for a GGUF file or quantized weights.
     """
     location = locate(source, role, dtype)
     if isinstance(location, PreTrainedModel):
@@ -64,6 +65,8 @@ def read_checkpoint(
         model = whole_model(location, dtype=dtype, **options)
     except (OSError, MemoryError):
         raise
+    except ImportError as error:
+        raise ImportError(f"{role} needs a package that is not there; loading {source} failed: {error}") from error
     except Exception as error:  # safetensors and transformers have many kinds for damaged weights
         raise ValueError(f"{role} must be an intact checkpoint; loading {source} failed: {error}") from error
     if tokenizer is None:

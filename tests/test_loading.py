@@ -127,6 +127,15 @@ def test_truncated_safetensors(folder: Path) -> None:
         engine.load(folder)
 
 
+def test_quantized_weights_without_the_package_that_reads_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available", lambda: False)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ImportError, match=r"target needs a package.*bitsandbytes"):
+        engine.load(folder)
+
+
 def test_missing_safetensors(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(OSError, match=r"model\.safetensors"):
