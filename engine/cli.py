@@ -260,7 +260,7 @@ def _drafter(target: str | None, drafter: str | None) -> str:
     """What was asked for, or what suits the target."""
     from .default_model import usual_drafter
 
-    return drafter or usual_drafter(target)
+    return usual_drafter(target) if drafter is None else drafter
 
 
 def _load(target: str | None, drafter: str, **settings: Any) -> "Engine":
@@ -269,7 +269,7 @@ def _load(target: str | None, drafter: str, **settings: Any) -> "Engine":
     from .default_model import find_model
     from .terminal import loading
 
-    target = target or find_model()
+    target = find_model() if target is None else target
     with loading(target):
         return engine.load(target, drafter=None if drafter == "none" else drafter, **settings)
 

@@ -138,7 +138,8 @@ def train(
 
     texts = read_prompts([], prompts)
     chosen = TrainingOptions(
-        method=method, target=target or find_model(), chat=chat, temperatures=tuple(temperatures or _DEFAULT.temperatures),
+        method=method, target=find_model() if target is None else target, chat=chat,
+        temperatures=tuple(temperatures or _DEFAULT.temperatures),
         max_new_tokens=max_new_tokens, max_length=max_length, batch_size=batch_size, validation_share=validation_share,
         draft_vocab_size=draft_vocab_size, layers=tuple(layers or ()), start_from=start_from,
         freeze_head=freeze_head, num_steps=num_steps, num_layers=num_layers, learn_prompts=learn_prompts,

@@ -128,7 +128,7 @@ def _load(options: DemoOptions) -> "tuple[Engine, Engine]":
     import engine
 
     use_all_cores()
-    target = options.target or find_model()
+    target = find_model() if options.target is None else options.target
     settings: dict[str, Any] = {
         "num_draft_tokens": options.num_draft_tokens,
         "exact": options.exact,
@@ -234,7 +234,7 @@ def _environment(options: DemoOptions, llm: "Engine") -> dict[str, Any]:
     if model.device.type == "cuda":
         device = torch.cuda.get_device_name(model.device)
     return {
-        "target": Path(options.target or find_model()).name,
+        "target": Path(find_model() if options.target is None else options.target).name,
         "drafter": options.drafter,
         "num_draft_tokens": options.num_draft_tokens,
         "exact": llm.exact,

@@ -300,6 +300,14 @@ def test_default_target(
     assert engines[0].target == str(package / "model.gguf")
 
 
+def test_an_empty_name_is_not_the_default(engines: list[FakeEngine]) -> None:
+    """As of a shell's variable that is not set: another model than was meant would answer."""
+    for command in ("generate x", "chat", "demo"):
+        cli.main([*command.split(), "--target=", "--drafter="])
+    assert [(llm.target, llm.options["drafter"]) for llm in engines[:2]] == [("", "")] * 2
+    assert engines[2].target == ""
+
+
 def test_ctrl_c_elsewhere_ends_the_program(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     def generate(self: FakeEngine, *args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
@@ -384,6 +392,10 @@ def test_train_passes_all_options_on(
         ("train eagle3 -t model --prompts {bad} --out {out}", "bad.jsonl:1 must be a JSON object"),
         ("train eagle3 -t model --prompts {two} --out {full}", "out must be a new or empty folder"),
         ("train eagle3 -t model --prompts {two} --out {two}", "out must be a folder, got the file"),
+        (
+            "train eagle3 --target= --prompts {two} --out {out}",
+            "target must be a hub id, a folder or a GGUF file, got ''",
+        ),
         ("train eagle3 -t ./missing --prompts {two} --out {out}", "'./missing', which does not exist"),
         ("train eagle3 -t model --prompts {two} --out {out} --epochs 0", "epochs must be >= 1, got 0"),
         (
