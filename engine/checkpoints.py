@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils.hub import cached_file
 
 from . import parallel
 from .errors import UnsupportedModelError
@@ -162,9 +163,18 @@ def read_config(location: str, role: str) -> PretrainedConfig:
 def _tokenizer(location: str, role: str) -> Any:
     """The checkpoint's tokenizer, or None where it has none: prompts are token ids then."""
     folder = Path(location)
-    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    if folder.is_dir():
+        return read_tokenizer(location, role) if _has_tokenizer(folder) else None
+    try:
+        return read_tokenizer(location, role)
+    except ValueError:  # what the hub has of a tokenizer has been fetched by now
+        if _has_tokenizer(Path(str(cached_file(location, "config.json"))).parent):
+            raise
         return None
-    return read_tokenizer(location, role)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 def read_tokenizer(location: str, role: str) -> Any:
@@ -180,7 +190,7 @@ def read_tokenizer(location: str, role: str) -> Any:
         raise ValueError(f"{role} must be a folder or a hub id that has a tokenizer, got the file {path}")
     try:
         with naming_errors(location, role):
-            return AutoTokenizer.from_pretrained(path if path.is_dir() else location, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(path if path.is_dir() else location, trust_remote_code=False)
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:  # of many kinds, one of them Rust's
@@ -190,6 +200,15 @@ def read_tokenizer(location: str, role: str) -> Any:
                 f"not run: load it with transformers, and pass it as tokenizer= to engine.load"
             ) from error
         raise ValueError(f"{role} must have an intact tokenizer; reading that of {location} failed: {error}") from error
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    if added and len(tokenizer) <= len(
+        added
+    ):  # as transformers makes one where the vocabulary is missing; it drops all text
+        raise ValueError(
+            f"{role} must have an intact tokenizer; that of {location} has no vocabulary but {len(added)} added tokens: its "
+            f"tokenizer.json, or what takes the place of that, is missing"
+        )
+    return tokenizer
 
 
 def _wants_own_code(error: Exception) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import smollm2
 import torch
@@ -444,6 +445,33 @@ def test_damaged_tokenizer(folder: Path) -> None:
         engine.load(folder)
     with pytest.raises(ValueError, match=f"^tokenizer must have an intact tokenizer; reading that of {folder} failed"):
         engine.load(tiny("llama"), tokenizer=folder)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_tokenizer_without_its_vocabulary(name: str, tmp_path: Path) -> None:
+    """transformers makes one of qwen2's kind even so, which drops all text of a prompt but special tokens."""
+    tiny(name, dtype=torch.float32).save_pretrained(tmp_path)
+    content = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"} if name == "qwen2" else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"^target must have an intact tokenizer; .*{tmp_path}"):
+        engine.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_hub_repository_without_a_tokenizer_takes_ids(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    model = tiny(name, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "models--me--tiny" / "snapshots" / "abc")
+    (tmp_path / "models--me--tiny" / "refs").mkdir()
+    (tmp_path / "models--me--tiny" / "refs" / "main").write_text("abc")
+    llm = engine.load("me/tiny", drafter="me/tiny")
+    assert llm.tokenizer is None
+    assert llm.generate([5, 6, 7], PARAMS).token_ids == greedy(model, [5, 6, 7], 6)
+    with pytest.raises(ValueError, match="tokenizer must have an intact tokenizer"):
+        engine.load("me/tiny", tokenizer="me/tiny")
 
 
 @pytest.mark.parametrize(
