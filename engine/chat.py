@@ -34,7 +34,7 @@ class Chat:
         system: a system message that opens the conversation and survives /reset.
         as_json: one JSON line per answer on stdout, and nothing else there.
         history: the messages so far.
-        failed: whether any message could not be answered.
+        failed: whether any message was not answered.
     """
 
     llm: "Engine"
@@ -93,6 +93,8 @@ class Chat:
         if line == "/reset":
             self._reset()
             self._say("[dim]the conversation starts anew[/]")
+        elif self.as_json:  # which shows no help: a message that is passed over must not go unnoticed
+            self._fail(f"{line} begins like a command and is none: {HELP}")
         else:
             self._say("[dim]{}[/]", HELP)
 
@@ -105,10 +107,9 @@ class Chat:
         try:
             text = self._stream()
         except (ValueError, EngineError) as error:
-            self.failed = True
             text = ""
             hint = "; /reset forgets the conversation" if len(self.history) > 1 + bool(self.system) else ""
-            print(f"error: {' '.join(str(error).split())}{hint}", file=sys.stderr, flush=True)
+            self._fail(f"{' '.join(str(error).split())}{hint}")
         if text:
             self.history.append({"role": "assistant", "content": text})
         else:
@@ -136,6 +137,10 @@ class Chat:
             end = stats_line(output.stats) if output else f"stopped after {len(token_ids)} tokens"
             self._say("[dim]{}[/]", end)
         return text
+
+    def _fail(self, message: str) -> None:
+        self.failed = True
+        print(f"error: {message}", file=sys.stderr, flush=True)
 
     def _say(self, markup: str, *values: object, end: str = "\n") -> None:
         if not self.as_json:

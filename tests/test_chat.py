@@ -61,6 +61,17 @@ def test_chat_json_and_errors(
     assert [message["content"] for message in engines[0].asked[-1]] == ["one", "ONE", "two"]
 
 
+def test_json_reports_a_line_that_is_no_command(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe(monkeypatch, "/etc/hosts, what is it?\none\n/reset\ntwo\n")
+    assert cli.main(["chat", "-t", "model", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert [record["text"] for record in json_lines(captured.out)] == ["ONE", "TWO"]
+    assert captured.err.startswith("error: /etc/hosts, what is it? begins like a command and is none: /reset")
+    assert captured.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("signalled", [True, False])
 def test_ctrl_c_stops_an_answer(
     signalled: bool,
