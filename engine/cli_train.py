@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -158,4 +159,4 @@ def train(
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from what is in {out}", file=sys.stderr)
         raise
-    print(f"the {method} drafter is in {out}: use it with --target {chosen.target} --drafter {out}")
+    print(f"the {method} drafter is in {out}: use it with --target {quote(chosen.target)} --drafter {quote(str(out))}")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -422,6 +423,16 @@ def test_train_refuses_bad_input_in_one_line(
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert message in captured.err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_train_prints_can_be_pasted(
+    trainings: list[tuple[Any, Path, TrainingOptions]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "prompts", tmp_path / "my out"
+    prompts.write_text("a\nb\n")
+    assert cli.main(["train", "mlp", "-t", "my model", "--prompts", str(prompts), "--out", str(out)]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[-4:] == ["--target", "my model", "--drafter", str(out)]
 
 
 def test_a_training_that_is_interrupted_says_how_to_go_on(
