@@ -128,6 +128,11 @@ def _check_source(source: Any, role: str) -> Path:
     if path.is_file() and path.suffix.lower() != ".gguf":
         raise ValueError(f"{role} must be a GGUF file, a folder or a hub id, got the file {path}")
     if path.is_dir() and not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{role} must be a whole model, got the adapter {path}: load it and its base model with transformers, and pass the "
+                f"live model, or merge the two with merge_and_unload() of peft"
+            )
         raise ValueError(f"{role} must be a folder with a config.json, got {path} without one")
     return path
 

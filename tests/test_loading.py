@@ -87,6 +87,12 @@ def test_folder_without_config(folder: Path) -> None:
         engine.load(folder)
 
 
+def test_folder_of_an_adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with pytest.raises(ValueError, match=f"target must be a whole model, got the adapter {folder}: .*merge"):
+        engine.load(folder)
+
+
 def test_config_that_is_no_json(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(
