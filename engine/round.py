@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .backend import RowStats, Verdict, verify
 from .drafters.base import Drafter
+from .drafters.proposals import fitted
 from .errors import EngineError
 from .graphs import Graphs
 from .logits_processors import process_logits
@@ -82,6 +83,8 @@ class Round:
             proposal = drafter.propose(state, num_draft_tokens)
             if broken := _broken_rule(proposal, state, self.target.vocab_size):
                 raise EngineError(f"{type(drafter).__name__}.propose must return {broken}")
+            if proposal.tokens.shape[1] > num_draft_tokens:  # by so many, at most, the host takes a text to have grown
+                proposal = fitted(proposal, num_draft_tokens)
             return self._placed(_within_limits(proposal, state))
 
         graph_key = getattr(drafter, "graph_key", None)

@@ -828,6 +828,22 @@ def test_a_hole_in_a_proposal_ends_it(target: PreTrainedModel) -> None:
     assert output.stats.rounds_with(1, 0) > 0 == output.stats.rounds_with(2, 0)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_more_drafts_than_were_asked_for_are_dropped(target: PreTrainedModel, late: bool) -> None:
+    """Where a round is read late, as on a GPU, the next one rests on how long a text can be by then."""
+
+    class Eager(Perfect):
+        def propose(self, state: engine.BatchState, num_draft_tokens: int) -> engine.Proposal:
+            return super().propose(state, num_draft_tokens + 70)
+
+    text = greedy(target, [3, 1, 4], 90)
+    llm = engine.load(target, drafter=Eager([3, 1, 4, *text]), num_draft_tokens=2)
+    llm._server._late = late
+    output = llm.generate([3, 1, 4], _params(90))
+    assert output.token_ids == text
+    assert (output.stats.rounds, output.stats.draft_tokens) == (30, 60)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("once"), KeyboardInterrupt()])
 def test_a_round_that_fails_harms_no_later_one(target: PreTrainedModel, error: BaseException) -> None:
     drafter = Proposing(engine.Proposal(_DRAFTS))

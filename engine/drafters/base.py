@@ -39,7 +39,8 @@ class Drafter(Protocol):
         are not looked at: a token stands if the target draws it too, so draw with the target's noise, stream SAMPLE.
 
         Returns:
-            Tokens [B, K'] int64, K' <= num_draft_tokens, on the state's device, -1 where a row proposes fewer.
+            Tokens [B, K'] int64, on the state's device, -1 where a row proposes fewer. Of more than num_draft_tokens columns,
+            the rest is dropped.
         """
         ...
 
