@@ -256,7 +256,8 @@ class AdaptiveLength(DraftLength):
 
 def _cut(proposal: Proposal, most: Mapping[int, int], first: int) -> Proposal:
     """A proposal with at most so many drafts of each row, `most` by slot; none of other rows. `first`: slot of its first row."""
-    lengths = torch.zeros(len(proposal.tokens), 1, dtype=torch.int64)
-    lengths[[slot - first for slot in most], 0] = torch.tensor(list(most.values()))
-    column = torch.arange(proposal.tokens.shape[1])
+    device = proposal.tokens.device
+    lengths = torch.zeros(len(proposal.tokens), 1, dtype=torch.int64, device=device)
+    lengths[[slot - first for slot in most], 0] = torch.tensor(list(most.values()), device=device)
+    column = torch.arange(proposal.tokens.shape[1], device=device)
     return proposal._replace(tokens=proposal.tokens.where(column < lengths, -1))

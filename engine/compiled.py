@@ -69,8 +69,8 @@ def compile_now(target: "RaggedModel") -> None:
     widths = (1,) if target.exact else (1, 2)  # exact calls pad
     target.cache.reserve(_BEFORE + max(widths))
     for width in tqdm(widths, desc="compiling the target", unit="graph", disable=None):
-        text = torch.arange(_BEFORE + width)[None] * 997 % target.vocab_size
-        start, num_valid = torch.tensor([_BEFORE]), torch.tensor([width])
+        text = torch.arange(_BEFORE + width, device=target.device)[None] * 997 % target.vocab_size
+        start, num_valid = (torch.tensor([count], device=target.device) for count in (_BEFORE, width))
         target.prefill(text, [(0, _BEFORE)], slice(0, 1))
         call = partial(target.decode, text[:, _BEFORE:], start, num_valid, slice(0, 1), text.shape[1])
         target.compiled = None

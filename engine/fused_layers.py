@@ -281,7 +281,7 @@ def _check(layer: Any, parts: LayerParts) -> None:
     size, width = len(parts.before_mlp.weight), layer.self_attn.q_proj.in_features
 
     def random(size: int) -> Tensor:
-        return torch.rand((1, 3, size), generator=own).sub_(0.5).to(parts.before_mlp.weight.dtype)
+        return torch.rand((1, 3, size), generator=own, device="cpu").sub_(0.5).to(parts.before_mlp.weight.dtype)
 
     def attention(normed: Tensor) -> Tensor:
         query, key, value = parts.heads(normed, *angles)

@@ -305,7 +305,7 @@ class RaggedModel:
             masks[kind] = mask
         if by_number:
             self.cache.plan.masks = list(masks.values())
-            masks = {kind: torch.full((1, 1, 1, 1), number) for number, kind in enumerate(masks)}
+            masks = {kind: torch.full((1, 1, 1, 1), number, device=self.device) for number, kind in enumerate(masks)}
         return attention_masks(self.model, masks)
 
 

@@ -156,7 +156,7 @@ class Ranks:
         """Rank 0's values (int64), on every rank. All give equally many."""
         if self.size == 1 or not values:
             return list(values)
-        shared = torch.tensor(values, dtype=torch.int64)
+        shared = torch.tensor(values, dtype=torch.int64, device="cpu")
         dist.broadcast(shared, src=0, group=self._group)
         return shared.tolist()
 
@@ -185,10 +185,11 @@ class Ranks:
     def _compare(self, value: object, told: Sequence[int], error: type[Exception], rule: str) -> list[int]:
         """Raise the error unless all ranks have the same value; returns what rank 0 tells."""
         digest = hashlib.blake2b(repr(value).encode(), digest_size=7).digest()
-        message = torch.zeros(self.size + len(told), dtype=torch.int64)  # of which each rank fills its part
+        # Each rank fills its part.
+        message = torch.zeros(self.size + len(told), dtype=torch.int64, device="cpu")
         message[self.rank] = int.from_bytes(digest)
         if self.rank == 0:
-            message[self.size :] = torch.tensor(told, dtype=torch.int64)
+            message[self.size :] = torch.tensor(told, dtype=torch.int64, device="cpu")
         dist.all_reduce(message, group=self._group)
         heard = message.tolist()
         others = [rank for rank in range(self.size) if heard[rank] != heard[0]]

@@ -110,8 +110,9 @@ class FBGEMM:
 def layout_of(dtype: torch.dtype) -> type[Layout] | None:
     """The first layout in which a packed layer gives here what a plain one gives, None if there is none."""
     own = torch.Generator().manual_seed(0)  # whoever draws from torch's sees nothing of this
-    weight, bias = (torch.rand(shape, generator=own).sub_(0.5).div_(4).to(dtype) for shape in ((32, 64), (32,)))
-    row = torch.linspace(-1, 1, 64, dtype=dtype)
+    drawn = (torch.rand(shape, generator=own, device="cpu") for shape in ((32, 64), (32,)))
+    weight, bias = (values.sub_(0.5).div_(4).to(dtype) for values in drawn)
+    row = torch.linspace(-1, 1, 64, dtype=dtype, device="cpu")
     with torch.inference_mode():
         expected = nn.functional.linear(row.float(), weight.float(), bias.float())
         for layout in layouts_for(dtype):

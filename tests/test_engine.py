@@ -490,6 +490,19 @@ def test_outputs_and_statistics_can_be_copied_and_written_as_json(target: PreTra
         assert shown.pop("stats") == stats.as_dict() and all(shown[name] == getattr(output, name) for name in shown)
 
 
+@pytest.mark.parametrize("kind", ["ngram", "ngram+model"])
+def test_tensors_that_torch_is_told_to_make_elsewhere(target: PreTrainedModel, kind: str) -> None:
+    """As a program does by `torch.set_default_device("cuda")` whose engine is on the CPU."""
+    prompts = [[3, 4, 5, 3, 4], [7, 8, 7], [9]]
+    with torch.device("meta"):
+        drafter: Any = engine.NGramDrafter()
+        if kind == "ngram+model":
+            drafter = engine.CascadeDrafter(drafter, engine.DraftModel(target, greedy=True))
+        llm = engine.load(target, drafter=drafter, num_draft_tokens="auto")
+        outputs = llm.generate(prompts, _params(40))
+    assert [output.token_ids for output in outputs] == [greedy(target, prompt, 40) for prompt in prompts]
+
+
 def test_plain_decoding_is_the_same_loop(target: PreTrainedModel) -> None:
     llm = engine.load(target, drafter=None)
     output = llm.generate([[7, 8, 9]], engine.SamplingParams(max_new_tokens=9))[0]

@@ -267,6 +267,9 @@ def test_a_layer_that_gives_something_else_is_left_as_it_is(caplog: pytest.LogCa
             assert fuse_layers(model(change)) == 0
         assert f"LlamaDecoderLayer is not fused: {reason}" in caplog.text
     assert fuse_layers(model(lambda layer: None)) == 2
+    unchanged = model(lambda layer: None)
+    with torch.device("meta"):  # as a program may by torch.set_default_device
+        assert fuse_layers(unchanged) == 2
     assert fuse_layers(tiny("llama", dtype=torch.float32)) == 0  # not packed
     assert fuse_layers(tiny("gpt2", dtype=torch.float32)) == 0
 

@@ -193,6 +193,12 @@ def test_choosing_a_layout_draws_from_no_generator_of_others() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_layout_is_chosen_wherever_torch_makes_tensors() -> None:
+    chosen = layout_of.__wrapped__(torch.float32)
+    with torch.device("meta"):
+        assert layout_of.__wrapped__(torch.float32) is chosen is not None
+
+
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2 * 7 + 1), ("qwen2", 2 * 7 + 1), ("gpt2", 2 * 4 + 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_can_be_read_back(name: str, layers: int, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -257,3 +257,14 @@ def test_whole_heads_need_not_be_divisible(
     AutoConfig.for_model("phi3", num_attention_heads=6, num_key_value_heads=3).save_pretrained(tmp_path)
     with pytest.raises(InterruptedError):  # it gets as far as that
         engine.load(tmp_path, tensor_parallel=True)
+
+
+def test_ranks_talk_over_the_hosts_wherever_torch_makes_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_rank_0(message: torch.Tensor, **_: Any) -> None:
+        message[1] = message[0]  # what rank 1 says, which is the same
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", from_rank_0)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda message, **_: None)
+    with torch.device("meta"):
+        assert Ranks(size=2).end_round(["a row"], [0.5, 2.0]) == [0.5, 2.0]
+        assert Ranks(size=2).agree_on([7, 2**62]) == [7, 2**62]

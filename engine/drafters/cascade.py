@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
+from ..transfers import to_device
 from .base import Drafter
 from .lookup import LookupDrafter, Tokens, texts
 from .proposals import fitted, merged, nothing, side_by_side
@@ -184,7 +185,7 @@ class _Behind:
         }  # with the drafts so far; of rows for which lookups are still asked
         self._room = dict.fromkeys(rows, num_draft_tokens)  # drafts that there is still room for
         self.found = False
-        tokens = torch.full((len(whole), num_draft_tokens), -1)
+        tokens = torch.full((len(whole), num_draft_tokens), -1, device=state.tokens.device)
         self.proposal = Proposal(tokens, confidence=torch.zeros_like(tokens, dtype=torch.float32))
 
     def look(self, tokens: Tensor) -> bool:
@@ -198,8 +199,9 @@ class _Behind:
             if found:
                 self.found = True
                 begin = self.proposal.tokens.shape[1] - self._room[row]
-                self.proposal.tokens[row, begin : begin + len(found)] = torch.tensor([token for token, _ in found])
-                self.proposal.confidence[row, begin : begin + len(found)] = torch.tensor([sure for _, sure in found])
+                new, device = slice(begin, begin + len(found)), tokens.device
+                self.proposal.tokens[row, new] = to_device([token for token, _ in found], device)
+                self.proposal.confidence[row, new] = to_device([sure for _, sure in found], device)
             if found or len(drafts) < tokens.shape[1]:
                 del self._texts[row]
         return bool(self._texts)
