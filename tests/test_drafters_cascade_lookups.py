@@ -30,6 +30,13 @@ def test_lookups_go_on_behind_the_last_draft_of_a_stage_that_gives_all_at_once()
     assert proposal.tokens.tolist() == [[5, 1, 6, 4, -1], [2, 1, 7, 8, 9], [-1] * 5, [3, 3, 1, 7, 8]]
 
 
+def test_nothing_is_looked_up_behind_more_drafts_than_were_asked_for() -> None:
+    """Nor does a lookup have to make room for them in what it is asked for."""
+    lookup, whole, state = engine.SuffixDrafter(), Fixed([[1, 6, 5, 5, 1]]), state_of([[7, 5, 1, 8]])
+    lookup.prefill(state)
+    assert CascadeDrafter(lookup, whole).propose(state, 2).tokens.tolist() == [[1, 6]]
+
+
 @pytest.mark.parametrize("can_look", [True, False])
 def test_only_lookups_that_come_first_go_on(can_look: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BatchState, "can_look", can_look)

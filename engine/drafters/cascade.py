@@ -120,7 +120,7 @@ class CascadeDrafter:
                     break
             own = side_by_side(columns) if columns else nothing(state)
         else:
-            own = stage.propose(state, num_draft_tokens)
+            own = fitted(stage.propose(state, num_draft_tokens), num_draft_tokens)
             behind.look(own.tokens)
         own = fitted(own, num_draft_tokens)
         if not behind.found:
