@@ -222,13 +222,13 @@ class RaggedCache(Cache):
         layers = [layer for layer in self.ragged_layers if layer.is_initialized and not self.whole_buffers]
         if not layers:
             return
-        end = None
-        if (index := _on_host(rows, layers[0].keys.device)) is not None:
-            end = int(self._reached[index].max(initial=0))
-            self._reached[index] = 0
+        index = _on_host(rows, layers[0].keys.device)
+        end = None if index is None else int(self._reached[index].max(initial=0))
         for layer in layers:
             layer.keys[rows, :, :end] = 0
             layer.values[rows, :, :end] = 0
+        if index is not None:  # not before: an interrupted clearing is made up for by the next one
+            self._reached[index] = 0
 
 
 def _on_host(rows: slice | Tensor, device: torch.device) -> slice | npt.NDArray[np.int64] | None:

@@ -113,6 +113,23 @@ def test_a_prompt_is_not_read_where_an_interrupted_one_left_nan() -> None:
     assert llm.generate(GOOD, params).token_ids == expected
 
 
+def test_an_interrupted_clearing_is_made_up_for() -> None:
+    class Interrupted:
+        def __setitem__(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    llm = engine.load(spoiled(), None, max_batch_size=1)
+    llm.generate(GOOD, engine.SamplingParams(max_new_tokens=4))
+    cache, layer = llm._target.cache, llm._target.cache.ragged_layers[0]
+    values, layer.values = layer.values, Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        cache.begin_rows(slice(0, 1))
+    layer.values = values
+    assert values[..., :-1, :].any()  # all but the trash slot
+    cache.begin_rows(slice(0, 1))
+    assert not values[..., :-1, :].any()
+
+
 def test_the_targets_own_layers_draft_what_it_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """They write the drafts' K/V into the target's cache, and no longer where drafts do not count."""
     target = spoiled()
