@@ -26,6 +26,7 @@ from .round import Round
 from .scheduler import Request
 from .serving import Server
 from .state import BatchState
+from .support import compiled_part, compiled_reason
 
 _USUAL_LENGTHS = (256, 512, 1024)  # tokens of a text, which `warmup` prepares for unless told otherwise; a bucket each
 _Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or a chat
@@ -120,7 +121,7 @@ class Engine:
             ValueError: for bad prompts or parameters, before any work is done.
             InvalidLogitsError: if the target returns NaN for some prompt; raised when all others have ended, with their outputs.
             EngineError: if a stream of this engine is still open, if its drafter has been attached to another engine since, or
-                proposes something that is no proposal, or if the target is in another dtype or on another device by now.
+                proposes something that is no proposal, or if the target is in another dtype, on another device or compiled by now.
 
             What is raised while prompts are served, KeyboardInterrupt included, carries the outputs so far in its attribute
             `outputs`, in the prompts' order, None for those that had not ended. Among it may be a ValueError for a
@@ -183,7 +184,7 @@ class Engine:
         Raises:
             ValueError: naming the argument, the value and the rule; sizes go up to max_batch_size and max_length.
             EngineError: if a stream of this engine is still open, its drafter has been attached to another engine since, or the
-                target is in another dtype or on another device by now.
+                target is in another dtype, on another device or compiled by now.
         """
         check_bool("progress", progress)
         batch_sizes = [self.config.max_batch_size] if batch_sizes is None else batch_sizes
@@ -243,7 +244,7 @@ class Engine:
         """Undo what others or an interrupt have done to the target (training mode, left out layers).
 
         Raises:
-            EngineError: if its drafter serves another engine by now, or the target has been moved.
+            EngineError: if its drafter serves another engine by now, or the target has been moved or compiled.
         """
         for part in self._attached:
             if part.attached_to is not self._target:
@@ -260,6 +261,8 @@ class Engine:
                 f"the target must stay in {loaded.dtype} on {loaded.device}, as it was when this engine was loaded, and is in "
                 f"{model.dtype} on {model.device} by now: load it again"
             )
+        if (part := compiled_part(model)) is not None:
+            raise EngineError(compiled_reason("the target", part))
         if any(module.training for module in model.modules()):  # perhaps one that has been put in since
             model.eval()
 

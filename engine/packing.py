@@ -86,7 +86,12 @@ class Product:
             raise ValueError(f"linear must have weights of a dtype that can be packed here, got {joined.dtype}")
         self._packed: Layout = layout(joined, self._bias)
         self._number = -1  # by which an operator in a compiled graph finds it
+        self.number()  # others may compile a module that has this
         self._kept: tuple[Tensor, dict[int, Tensor]] | None = None  # an input, and the results not yet asked for
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.number()
 
     def __call__(self, input: Tensor, index: int) -> Tensor:
         kept = self._kept  # read once: another thread may be at work
@@ -119,7 +124,7 @@ class Product:
         self._packed, self._like, self._kept = (layout or RowMajor)(weight, self._bias), like, None
 
     def number(self) -> None:
-        """Have a number that no other product of this process has; a copy has that of the one it was copied from."""
+        """Have a number that no other product of this process has; a copy comes with that of the one it was copied from."""
         if _numbered.get(self._number) is not self:
             self._number = next(_numbers)
             _numbered[self._number] = self

@@ -98,10 +98,29 @@ def check_supported(model: PreTrainedModel, role: str) -> None:
             f"{role} must use the attention implementation 'sdpa' or 'eager', got {config._attn_implementation!r}: call "
             f"model.set_attn_implementation('sdpa') first"
         )
+    if (part := compiled_part(model)) is not None:
+        raise UnsupportedModelError(compiled_reason(role, part))
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{role} must be a causal language model, got {type(model).__name__} without a head"
         )
+
+
+def compiled_part(model: PreTrainedModel) -> str | None:
+    """The name of a module with attention in it that others have compiled; None: there is none."""
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        compiled = module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+        if compiled and any(hasattr(part, "layer_idx") for part in module.modules()):
+            return name or type(module).__name__
+    return None
+
+
+def compiled_reason(role: str, part: str) -> str:
+    return (
+        f"{role} must not be compiled where its attention is, as K/V goes to the engine's cache, of which such a graph knows "
+        f"nothing; got {part} compiled: load the model as it is, on a CPU with compile=True if that is wanted"
+    )
 
 
 def windows(config: PretrainedConfig) -> dict[str, int | None]:

@@ -160,3 +160,31 @@ def test_a_copied_product_gets_a_number_of_its_own() -> None:
     copied.number()
     product.number()
     assert product._number == number != copied._number
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.1", "model.layers.0.self_attn"])
+@pytest.mark.parametrize("way", ["forward", "compile"])
+def test_a_target_that_others_have_compiled_is_refused(part: str, way: str) -> None:
+    target = tiny(dtype=torch.float32)
+    llm = engine.load(target)
+    module: Any = target.get_submodule(part)
+    if way == "forward":
+        module.forward = torch.compile(module.forward, backend="eager")
+    else:
+        module.compile(backend="eager")
+    message = f"target must not be compiled .* got {part or 'LlamaForCausalLM'} compiled"
+    with pytest.raises(engine.UnsupportedModelError, match=message):
+        engine.load(target)
+    with pytest.raises(engine.EngineError, match=message):
+        llm.generate([5, 6, 7], PARAMS[0])
+
+
+def test_what_others_have_compiled_beside_attention_is_used() -> None:
+    target = tiny("gpt2", dtype=torch.float32)
+    expected = texts(engine.load(target, drafter=None))
+    pack_linears(target)
+    other = copy.deepcopy(target).double()  # whose products must not be found in place of the target's, nor those here
+    for model in (target, other):
+        model.transformer.h[1].mlp.compile(backend="eager")
+        assert texts(engine.load(model, drafter="ngram")) == expected
+    assert number_of_graphs() >= 2
