@@ -36,7 +36,7 @@ class EagleDrafter:
     hidden states of the target, and writes K/V from its own features; that is written again when the target's are known.
 
     Args:
-        model: the head, in the target's dtype and on its device when it is attached.
+        model: the head; it is moved to the target's device and dtype by `attach`, and on a CPU its weights are packed.
         layers: the target's hidden states that it reads, in the counting of `HiddenStates` up to L, which is behind the last
             norm or before it as the model's config says; None: those that EAGLE trains with (the last for EAGLE-1 and 2;
             layers 2, L/2 and L-3 for EAGLE-3).
