@@ -171,6 +171,13 @@ def test_heads_as_they_are_published(target: PreTrainedModel, tmp_path: Path, na
     check_drafts(target, drafter, head)
 
 
+def test_a_config_that_describes_the_targets_layers(tmp_path: Path) -> None:
+    """Of which `midlayer` is one."""
+    folder = Head(**REDUCED).repository(tmp_path, num_hidden_layers=32, layer_types=["full_attention"] * 32)
+    model = drafter_of(folder).model
+    assert len(model.layers) == 1 and windows(model.config) == {"all": None}
+
+
 def test_a_wrapped_config(target: PreTrainedModel, tmp_path: Path) -> None:
     head = Head(eagle=1)
     inner = json.loads((head.repository(tmp_path) / "config.json").read_text())

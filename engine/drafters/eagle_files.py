@@ -109,7 +109,9 @@ def _layer_config(files: HeadFiles, tensors: dict[str, Tensor]) -> Any:
     layer["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors
     layer["mlp_bias"] = "layers.0.mlp.gate_proj.bias" in tensors
     if any("midlayer." in name for name in files.tensors):
-        layer["num_hidden_layers"] = 1  # some configs tell how many the target has
+        layer["num_hidden_layers"] = 1  # some configs tell how many the target has, and of what types
+        if isinstance(types := layer.get("layer_types"), list):
+            layer["layer_types"] = types[:1]
     try:
         return AutoConfig.for_model(kind, **{**layer, "num_hidden_layers": layer.get("num_hidden_layers", 1)})
     except Exception as error:  # of many kinds, for values that cannot be
