@@ -773,6 +773,16 @@ def test_configs_of_layers_that_cannot_be_made(tmp_path: Path, changes: dict[str
         recognise(folder)
 
 
+def test_rotary_embeddings_of_a_part_of_each_head(tmp_path: Path) -> None:
+    """Which a llama's attention does not know."""
+    rope = dict(rope_type="linear", factor=2.0, rope_theta=10000.0, partial_rotary_factor=0.5)
+    folder = Head(**REDUCED).repository(tmp_path, rope_parameters=rope)
+    with pytest.raises(
+        ValueError, match=r"config\.json must describe rotary embeddings of whole heads of 8, got .*linear"
+    ):
+        recognise(folder)
+
+
 @pytest.mark.parametrize("layout", ["speculators", "repository"])
 def test_damaged_files(target: PreTrainedModel, tmp_path: Path, layout: str) -> None:
     folder = getattr(Head(**REDUCED), layout)(tmp_path)

@@ -42,6 +42,12 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
         raise ValueError(
             f"{files.folder / 'config.json'} must describe layers of {own.model_type} that can be made: {error!r}"
         ) from error
+    attention: Any = model.layers[0].self_attn
+    if 2 * len(model.rotary_emb.inv_freq) != attention.head_dim:
+        raise ValueError(
+            f"{files.folder / 'config.json'} must describe rotary embeddings of whole heads of {attention.head_dim}, got "
+            f"{own.rope_parameters}"
+        )
     missing = fill(model, tensors, files.folder, optional=("lm_head.weight", "t2d"))
     model.head_is_targets = "lm_head.weight" in missing
     ids = model.target_ids
