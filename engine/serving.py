@@ -13,9 +13,10 @@ import torch
 
 from .config import EngineConfig, SamplingParams
 from .draft_length import DraftLength
+from .drafters.base import stages_of
 from .graphs import on_device
 from .metrics import RoundClock, Stats
-from .model import PREFILL_WIDTH
+from .model import PREFILL_WIDTH, RaggedModel
 from .parallel import Ranks
 from .results import Launched, PromptsRead, Results
 from .round import Round
@@ -111,9 +112,10 @@ class Server:
         self._round.clock.take()
 
     def warm_up_reading(self, text_length: int) -> None:
-        """Compile what the target reads prompts of such texts with, and have libraries load what they need for it.
+        """Compile what prompts of such texts are read with, and have libraries load what they need for it.
 
-        By reading anything into slots, which are free: into the first one, and into another, where kernels are told which.
+        By having the target, and models that draft, read anything into slots, which are free: into the first one, and into another,
+        where kernels are told which.
         """
         if self._device.type == "cpu":
             return
@@ -123,9 +125,15 @@ class Server:
         ):
             width = 1 << power
             if width <= PREFILL_WIDTH:
+                rows = slice(slot, slot + 1)
+                request = Request(0, [0] * (width + 1), SamplingParams(), 0, text_length, None)
                 with on_device(self._device):
                     tokens = torch.zeros(1, width, dtype=torch.int64, device=self._device)
-                    self._round.target.prefill(tokens, [(0, width)], slice(slot, slot + 1))
+                    self._round.target.prefill(tokens, [(0, width)], rows)
+                    state = replace(self._slots.select(rows, [request]), prompt_lengths=(width + 1,))
+                    for stage in stages_of(self._round.drafter):
+                        if isinstance(getattr(stage, "ragged", None), RaggedModel):
+                            stage.prefill(state)
 
     def _begin(self, requests: list[Request]) -> None:
         """Put requests into their slots, not yet active."""

@@ -116,18 +116,24 @@ def test_tensors_that_torch_is_told_to_make_on_the_device(device: Device) -> Non
     assert llm._server._round.graphs.enabled
 
 
-def test_after_a_warm_up_prompts_find_their_kernels_compiled(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of attention there is one for each size of a block of queries, with and without slots."""
-    kinds: set[tuple[int, bool]] = set()
+@pytest.mark.parametrize("drafter", ["model", *(pytest.param(d, marks=pytest.mark.slow) for d in ("ngram", "eagle"))])
+def test_after_a_warm_up_prompts_find_their_kernels_compiled(
+    device: Device, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of attention there is one for each size of a head and of a block of queries, with and without slots."""
+    kinds: set[tuple[int, int, bool]] = set()
     launch = attention.ragged_attention
 
     def noted(query: Any, keys: Any, *args: Any, slots: Any = None, **more: Any) -> Any:
         rows = query.shape[1] // keys.shape[1] * query.shape[2]
-        kinds.add((attention.blocks_for(rows, query.shape[3], query.dtype)["BLOCK_M"], slots is None))
+        kinds.add((query.shape[3], attention.blocks_for(rows, query.shape[3], query.dtype)["BLOCK_M"], slots is None))
         return launch(query, keys, *args, slots=slots, **more)
 
     monkeypatch.setattr(attention, "ragged_attention", noted)
-    llm = engine.load(target().to("cuda"), max_batch_size=2)
+    model, own = target().to("cuda"), {"head_dim": 32, "num_hidden_layers": 1}
+    small = tiny("llama", dtype=torch.float32, max_position_embeddings=256, **own).to("cuda")
+    made = {"ngram": "ngram", "model": small, "eagle": drafters(small)["eagle"]()}[drafter]
+    llm = engine.load(model, drafter=made, max_batch_size=2, num_draft_tokens=2)
     llm.warmup(text_lengths=[64])
     compiled = frozenset(kinds)
     params = engine.SamplingParams(max_new_tokens=2)
