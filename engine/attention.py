@@ -5,6 +5,7 @@ and no K and V that are repeated for every query head or gathered from their slo
 `scaled_dot_product_attention` over the part of the buffers that is in use.
 """
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .backend import ragged_attention
 from .cache import CallPlan, RaggedCache
+
+logger = logging.getLogger(__name__)
 
 PART = 128  # columns of a prefill that attend together, to the keys up to the last of them
 GROUPED, RAGGED = "speculative_engine_grouped", "speculative_engine_ragged"
@@ -213,6 +216,7 @@ class AttentionSwitch:
         self._own = [(config, own) for config in configs.values() if (own := _implementation(config)) in replaced]
         if not getattr(model, "_supports_attention_backend", False):
             self._own = []
+        _warn_if_names_have_changed(model)
         self.ragged, self.unpadded = ragged and bool(self._own), not ragged and bool(self._own)
         self._cache, self._name = cache, RAGGED if ragged else GROUPED
 
@@ -232,6 +236,13 @@ class AttentionSwitch:
             for config, own in self._own:
                 vars(config)["_attn_implementation_internal"] = own
             del caches[depth:]
+
+
+def _warn_if_names_have_changed(model: PreTrainedModel) -> None:
+    """What tells which models look their attention up, and which one they use, has no public name: without it calls stay right."""
+    if hasattr(PreTrainedModel, "_supports_attention_backend") and _implementation(model.config) is not None:
+        return
+    logger.warning("this release of transformers keeps a model's attention where it is not found: calls are slower")
 
 
 def _implementation(config: Any) -> str | None:

@@ -127,3 +127,17 @@ def test_a_models_own_attention_comes_back_after_an_interrupt_in_putting_it_back
     vars(target.config)["_attn_implementation_internal"] = attention.GROUPED  # as an interrupt left it
     llm.generate([5, 6, 7], engine.SamplingParams(max_new_tokens=2))
     assert target.config._attn_implementation == "sdpa"
+
+
+def test_a_release_that_keeps_its_attention_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model's own attention under our masks gives the same text; that it is slower is said."""
+    target, params = tiny("llama"), engine.SamplingParams(max_new_tokens=6)
+    llm = engine.load(target)
+    assert llm._target.skips_padding and not caplog.records
+    monkeypatch.setattr(attention, "_implementation", lambda config: None)
+    llm = engine.load(target)
+    assert not llm._target.skips_padding and "this release of transformers" in caplog.text
+    prompts = [[5, 6, 7], [8, 9]]
+    assert [each.token_ids for each in llm.generate(prompts, params)] == [greedy(target, each, 6) for each in prompts]
