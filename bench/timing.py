@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.backend import reserve_counters
+from engine.demo import usable_cores
 from engine.graphs import CudaCapture
 
 Call = Callable[[], Any]
@@ -167,7 +167,6 @@ def device_copies(bytes_moved: int, copies: int) -> list[Call]:
 
 def use_all_cores() -> int:
     """Let torch use every core that this process may run on; returns how many."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    cores = usable_cores()
     torch.set_num_threads(cores)
     return cores

@@ -146,8 +146,13 @@ def use_all_cores() -> None:
     import torch
 
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
-        affinity = getattr(os, "sched_getaffinity", None)  # Linux
-        torch.set_num_threads(len(affinity(0)) if affinity else os.cpu_count() or 1)
+        torch.set_num_threads(usable_cores())
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _stream_answers(console: Console, llm: "Engine", params: "SamplingParams") -> None:
