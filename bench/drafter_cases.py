@@ -103,6 +103,8 @@ def drafter_cost(target: Target, make: Callable[[], engine.Drafter], device: str
         llm = load(target.model, make(), num_draft_tokens=NUM_DRAFT_TOKENS)
     for _ in range(max(SETUP_TURNS[device], 1)):
         llm.generate(texts, params)
+    if isinstance(llm.drafter, engine.SuffixDrafter):
+        llm.drafter.forget()  # or it drafts the text that it has just seen
     graphs = num_graphs(llm)
     wait(llm.target_model.device)  # for what is under way behind the last text's end
     stats = llm.generate(texts, params)[0].stats

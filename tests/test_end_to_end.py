@@ -11,6 +11,7 @@ from torch.autograd import DeviceType
 import engine
 from bench import automatic_length, end_to_end, targets
 from bench.attention_cases import GOAL_CASE
+from bench.drafter_cases import drafter_cost
 from bench.figures import Figures
 from bench.goals import GOALS, Results
 from bench.host_time import LAUNCH, READ, waits_inside
@@ -76,6 +77,12 @@ def test_every_kind_of_drafter_has_a_row(figures: dict[str, Any]) -> None:
     assert len(rows) == 13
     for row in rows.values():
         assert 0 < row["draft_us"] < row["round_us"] and 1 <= row["tokens_per_round"] < 5
+
+
+def test_no_drafter_knows_the_text_from_the_turn_before() -> None:
+    target = targets.random_target("cpu")
+    for make in (engine.NGramDrafter, engine.SuffixDrafter):
+        assert drafter_cost(target, make, "cpu")["tokens_per_round"] == 1
 
 
 def test_the_synthetic_drafter_is_held_against_theory(figures: dict[str, Any]) -> None:
