@@ -308,6 +308,15 @@ def test_adapters_against_stand_ins(fakes: None, bench: Callable[..., Path], dra
                 assert record["differences"] == {"ours plain": None, "transformers plain": None}
 
 
+def test_each_prompt_has_a_seed_of_its_own(fakes: None, target: str, tmp_path: Path) -> None:
+    bed = load_bed(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
+    method = FlashSpec(2)
+    method.prepare(bed, Contest("float32", 1, 0.7, 4))
+    for seed in (3, 1003):
+        method.generate([[5, 6]], [seed], 4)
+    assert method._engine.seeds == [3, 1003]
+
+
 def test_no_other_engine_decodes_more_rows_than_a_batch(fakes: None, target: str, tmp_path: Path) -> None:
     bed = load_bed(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
     method = Economize(2)

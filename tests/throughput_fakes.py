@@ -59,8 +59,11 @@ class _FlashEngine:
         else:
             assert config.drafter_strategy == "bandit" and config.bandit.n_arms == 1
         self.gamma, self.target = config.sampling.gamma, target
+        self.seed = config.sampling.seed
+        self.seeds: list[int] = []  # of each call
 
     def generate(self, input_ids: torch.Tensor, max_new_tokens: int, eos_token_ids: list[int]) -> Any:
+        self.seeds.append(torch.initial_seed() if self.seed is None else self.seed)
         assert input_ids.shape[0] == 1 and input_ids.dtype == torch.int64
         tokens = _continue(self.target.model, input_ids[0].tolist(), max_new_tokens, set(eos_token_ids))
         padded = torch.full((1, max_new_tokens), -1)

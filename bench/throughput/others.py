@@ -24,8 +24,8 @@ class FlashSpec(Method):
     one_at_a_time = True
     full_warmup = True  # on a GPU it compiles
 
-    def __init__(self, num_draft_tokens: int | None, drafter: str | None = None, seed: int = 0) -> None:
-        self.num_draft_tokens, self.drafter, self._seed = num_draft_tokens, drafter or "lookup", seed
+    def __init__(self, num_draft_tokens: int | None, drafter: str | None = None) -> None:
+        self.num_draft_tokens, self.drafter = num_draft_tokens, drafter or "lookup"
         self._draft_name = drafter
         rule = "default" if num_draft_tokens is None else f"K={num_draft_tokens}"
         self.name = f"flashspec {drafter_label(self.drafter)} {rule}"
@@ -46,7 +46,7 @@ class FlashSpec(Method):
         arms: dict[str, Any] = {}
         if self.num_draft_tokens is not None:
             arms = dict(drafter_strategy="bandit", bandit=flashspec.BanditConfig(n_arms=1))
-        sampling: dict[str, Any] = dict(temperature=contest.temperature, seed=self._seed)
+        sampling: dict[str, Any] = dict(temperature=contest.temperature)
         if self.num_draft_tokens is not None:
             sampling["gamma"] = self.num_draft_tokens
         config = flashspec.FlashSpecConfig(device=str(device), sampling=flashspec.SamplingConfig(**sampling), **arms)
@@ -56,6 +56,7 @@ class FlashSpec(Method):
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         ids = torch.tensor(prompts, device=self._device)
+        torch.manual_seed(seeds[0])  # a seed of its own would be the same for all prompts
         with torch.no_grad():
             result = self._engine.generate(ids, max_new_tokens=max_new_tokens, eos_token_ids=self._eos)
         tokens = result.output_ids[0, : result.n_tokens_generated].tolist()

@@ -68,7 +68,7 @@ def _baselines(options: Options) -> Iterator[Method]:
     if "assistant" in wanted:
         yield from (TransformersAssisted(k, model) for model in models for k in widths)
     if "flashspec" in wanted:
-        yield from (FlashSpec(k, model, options.seed) for model in (None, *models) for k in widths)
-        yield from (FlashSpec(None, model, options.seed) for model in models)
+        yield from (FlashSpec(k, model) for model in (None, *models) for k in widths)
+        yield from (FlashSpec(None, model) for model in models)
     if "economize" in wanted:
         yield from (Economize(k, model) for model in (None, *models) for k in widths)
