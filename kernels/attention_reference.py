@@ -49,7 +49,7 @@ def ragged_attention(
     # 0 times NaN is NaN, so values that no query sees are set to 0.
     v = values[:, :, :kv_length][rows].to(dtype).where(written[:, None, :, None], 0)
     q = query.to(dtype).unflatten(1, (num_kv_heads, -1))  # [B, H_kv, H / H_kv, W, D]
-    logits = torch.einsum("bhgwd, bhld -> bhgwl", q, k) * (head_dim**-0.5 if scale is None else scale)
+    logits = _product("bhgwd, bhld -> bhgwl", q, k) * (head_dim**-0.5 if scale is None else scale)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~visible, -torch.inf)
@@ -57,7 +57,13 @@ def ragged_attention(
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(dtype).view(num_kv_heads, -1, 1, 1))
     weights = torch.exp(logits - lse).where(visible, 0)
-    return torch.einsum("bhgwl, bhld -> bwhgd", weights, v).flatten(2, 3).to(query.dtype).contiguous()
+    return _product("bhgwl, bhld -> bwhgd", weights, v).flatten(2, 3).to(query.dtype).contiguous()
+
+
+def _product(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """einsum in the dtype of both, also where autocast would make it bfloat16."""
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.einsum(equation, a, b)
 
 
 @torch.no_grad()

@@ -341,6 +341,16 @@ def test_numbers_of_any_kind(monkeypatch: pytest.MonkeyPatch, numbers: dict[str,
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_autocast_changes_nothing(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    """Sums are float32, and so is what is multiplied."""
+    monkeypatch.setenv("ENGINE_KERNELS", kernels)
+    case = on_device(attention_case((0, 30)))  # float32
+    expected = attention_ops.ragged_attention(**case)
+    with torch.autocast(expected.device.type, dtype=torch.bfloat16):
+        assert torch.equal(attention_ops.ragged_attention(**case), expected)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
 def test_nothing_is_recorded_for_gradients(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     """Sinks are a parameter of a model, K and V come from others."""
     monkeypatch.setenv("ENGINE_KERNELS", kernels)
