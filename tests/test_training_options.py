@@ -5,6 +5,7 @@ A run that drops one still ends with a drafter that works, and with a card that 
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,24 @@ def test_answers_are_sampled_each_with_its_temperature_and_seed(target: Path, tm
     params = [engine.SamplingParams(temperatures[i % 3], seed=40 + i, max_new_tokens=12) for i in range(6)]
     assert [answer.token_ids for answer in found] == [output.token_ids for output in llm.generate(prompts, params)]
     assert len({tuple(answer.token_ids) for answer in found}) == 5  # the greedy ones are the same
+
+
+def test_prompts_are_answered_in_the_same_groups_after_an_interruption(tmp_path: Path) -> None:
+    """In bf16 an answer may depend on who shares its batch, so a group of which a part was written is done again."""
+    prompts, file, asked = [[i] for i in range(20)], tmp_path / "answers.jsonl", []
+
+    def generate(group: list[list[int]], params: Any) -> list[Any]:
+        asked.append(sorted(token for (token,) in group))
+        return [SimpleNamespace(prompt_token_ids=prompt, token_ids=[7]) for prompt in group]
+
+    llm: Any = SimpleNamespace(config=SimpleNamespace(max_batch_size=1), generate=generate)
+    whole = answer_prompts(llm, prompts, file, (0.0,), 1, 0)
+    before, lines = list(asked), file.read_bytes().splitlines(keepends=True)
+    assert len(before) == 3 and len(before[1]) == 8
+    file.write_bytes(b"".join(lines[:11]))
+    asked.clear()
+    assert answer_prompts(llm, prompts, file, (0.0,), 1, 0) == whole
+    assert asked == before[1:] and file.read_bytes() == b"".join(lines)
 
 
 def test_prompts_that_are_held_back_and_learned_from(
