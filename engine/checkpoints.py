@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.hub import cached_file
 
 from . import parallel
@@ -61,6 +60,8 @@ def read_checkpoint(
         parallel.check_divisible(config, num_ranks, role)
         device = parallel.join()
         if num_ranks > 1:
+            from transformers.distributed.configuration_utils import DistributedConfig
+
             options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
     try:
         model = whole_model(location, dtype=dtype, **options)

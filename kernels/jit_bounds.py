@@ -55,15 +55,15 @@ def flat(number, x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def sample_and_candidates(memory, row):
-    """Pointers to the sample and the candidates of a row."""
+def sample_and_contenders(memory, row):
+    """Pointers to the sample and the contenders of a row."""
     return search_at(memory, row), search_at(memory, row) + _SAMPLES
 
 
 @triton.jit
 def leave_sample(x, tile, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     """Leave every 2**SAMPLE_SHIFT-th logit of a tile x in the row's sample. The last tile may add -inf, beyond the vocabulary."""
-    sample, _ = sample_and_candidates(memory, row)
+    sample, _ = sample_and_contenders(memory, row)
     # A thread has 8 neighbours. If at most the first of them is chosen, the others are dropped here, to save masked stores.
     APART: tl.constexpr = 1 << (3 if SAMPLE_SHIFT > 3 else SAMPLE_SHIFT)
     x = tl.reshape(x, [BLOCK // LANES, BLOCKS, LANES // APART, APART])

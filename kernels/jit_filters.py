@@ -12,7 +12,7 @@ is the largest t at which the amount at or above t is enough: at least k, or p t
    sums up the mass that min-p leaves.
 4. The threshold is found by halving among the logits collected. What is halved are keys: integers in the order of the logits.
 
-If the sample misled, or there is no room for the logits between (CANDIDATES), the bracket is halved and the row is swept again. A
+If the sample misled, or there is no room for the logits between (CONTENDERS), the bracket is halved and the row is swept again. A
 row of at most SAMPLES tokens is its own sample: top-k and top-p need no sweep there, min-p one where it decides.
 
 So a filtered row is read once, and mostly at most once more. Only a top-p after a top-k of thousands takes yet another sweep. All
@@ -29,16 +29,16 @@ from .jit_bounds import (
     least_mass,
     logit_key,
     middle_of,
-    sample_and_candidates,
+    sample_and_contenders,
     sampled_bounds,
     weight_of,
 )
-from .jit_groups import CANDIDATES, STEP, fetch_group_peaks, group_ids, list_groups, listed_groups
+from .jit_groups import CONTENDERS, STEP, fetch_group_peaks, group_ids, list_groups, listed_groups
 from .jit_rows import LANES, block_sum, read, vocab_size_of
 
-_FEW = tl.constexpr(32)  # groups: tried first under top-p, as what they have fits into CANDIDATES
-_AT_ONCE = tl.constexpr(1024)  # candidates
-_CANDIDATES = tl.constexpr(CANDIDATES)
+_FEW = tl.constexpr(32)  # groups: tried first under top-p, as what they have fits into CONTENDERS
+_AT_ONCE = tl.constexpr(1024)  # contenders
+_CONTENDERS = tl.constexpr(CONTENDERS)
 
 
 @triton.jit
@@ -56,10 +56,10 @@ def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_tempe
     """One reading of the groups that reach `low`. low and high are keys.
 
     Returns count and mass of the logits at or above `high`, count and mass of those in [low, high), and the mass at or above the
-    logit `cut`, if there is one (too little where `cut` is below `low`). The logits in [low, high) are left as candidates, as far
+    logit `cut`, if there is one (too little where `cut` is below `low`). The logits in [low, high) are left as contenders, as far
     as there is room."""
     least, most = key_logit(low, SHIFT), key_logit(high, SHIFT)
-    _, candidates = sample_and_candidates(memory, row)
+    _, contenders = sample_and_contenders(memory, row)
     over, found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     over_mass, within_mass = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32)
     uncut_mass = tl.zeros([BLOCKS], tl.float32)
@@ -75,11 +75,11 @@ def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_tempe
         within_mass += block_sum(tl.where(within, weight, 0.0))
         # Two counts in one number, which is enough: a step has 4096 tokens.
         place, count = _places(tl.where(within, 1, tl.where(above, 1 << 16, 0)))
-        place, x = flat(tl.where(within, found + (place & 0xFFFF), _CANDIDATES), x, STEP * BLOCKS * LANES)
-        tl.store(candidates + place, x, mask=place < _CANDIDATES)
+        place, x = flat(tl.where(within, found + (place & 0xFFFF), _CONTENDERS), x, STEP * BLOCKS * LANES)
+        tl.store(contenders + place, x, mask=place < _CONTENDERS)
         found += count & 0xFFFF
         over += count >> 16
-    tl.debug_barrier()  # the candidates are read by other threads than wrote them
+    tl.debug_barrier()  # the contenders are read by other threads than wrote them
     uncut_mass = tl.sum(uncut_mass, axis=0)
     return over, tl.sum(over_mass, axis=0), found, tl.sum(within_mass, axis=0), uncut_mass
 
@@ -87,9 +87,9 @@ def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_tempe
 @triton.jit
 def _collect(rows, batch, column, row, memory, cut, best, total, inverse_temperature, by_count, wanted, lowest, highest,
              leave_top, SCALE: tl.constexpr, SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """Sweep until [low, high) is known to hold the threshold, and its logits are the candidates.
+    """Sweep until [low, high) is known to hold the threshold, and its logits are the contenders.
 
-    Unless `leave_top`, `high` is above all logits if possible, so that the candidates are all logits from `low` on. `wanted` is a
+    Unless `leave_top`, `high` is above all logits if possible, so that the contenders are all logits from `low` on. `wanted` is a
     number of tokens if `by_count`, else a mass."""
     peaks = fetch_group_peaks(memory, row, tl.arange(0, NUM_GROUPS))
     floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
@@ -99,7 +99,7 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
         light = tl.maximum(total - wanted, 0.0) / (2 * vocab_size_of(rows))
         floor = tl.maximum(lowest, logit_key(best + tl.log(light) / inverse_temperature, SHIFT))
     low, tokens = groups_bound(peaks, tl.where(by_count, wanted.to(tl.int32), _FEW), floor, highest, SHIFT)
-    promising = tokens <= _CANDIDATES
+    promising = tokens <= _CONTENDERS
     if by_count:
         floor = low
     else:
@@ -107,7 +107,7 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
         promising = promising & (mass >= wanted)
     high = highest
     if not promising:
-        sample, _ = sample_and_candidates(memory, row)
+        sample, _ = sample_and_contenders(memory, row)
         samples = tl.cdiv(vocab_size_of(rows), 4 * SCALE) * 4  # a thread reads four
         low, perhaps = sampled_bounds(
             sample, samples, inverse_temperature, best, total, by_count, wanted, floor, highest, SCALE, SHIFT
@@ -127,7 +127,7 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
         too_high = (too_low == 0) & (more + within < wanted) & (low > floor)
         floor = tl.where(too_low, high, tl.where(too_high, floor, low))
         ceiling = tl.where(too_low, ceiling, tl.where(too_high, low, high))
-        searching = too_low | too_high | ((found > _CANDIDATES) & (high > low + 1))
+        searching = too_low | too_high | ((found > _CONTENDERS) & (high > low + 1))
         low = tl.where(searching & (ceiling > floor + 1), middle_of(floor, ceiling), floor)
         high = ceiling
     return low, high, over, over_mass, found, within_mass, uncut_mass
@@ -196,8 +196,8 @@ def find_threshold(
     if (k > 0) | (p < 1):
         whole: tl.constexpr = SAMPLE_SHIFT == 0
         scale: tl.constexpr = 1 << SAMPLE_SHIFT
-        sample, candidates = sample_and_candidates(memory, row)
-        values = candidates
+        sample, contenders = sample_and_contenders(memory, row)
+        values = contenders
         if whole:
             values = sample
         # `values` holds all logits in [low, high). There are `found` of them, and `over` more above.
@@ -208,12 +208,12 @@ def find_threshold(
                 wanted = tl.where(by_count, k.to(tl.float32), p * mass)
                 high, over_mass, within_mass = highest, tl.zeros([], tl.float32), mass
                 # top-p goes on among the logits that top-k has collected, if these are all that it left.
-                collected = (by_count == 0) & (k > 0) & (over == 0) & (found <= _CANDIDATES)
+                collected = (by_count == 0) & (k > 0) & (over == 0) & (found <= _CONTENDERS)
                 if not (collected | whole):
                     # scale * deviation**2 logits may be at or above the lower bound: the sample's count there may be 3 deviations
                     # above k / scale, and the row's number 3 deviations above that.
                     deviation = 3 + tl.sqrt(wanted / scale + 5.25)
-                    leave_top = (p >= 1) | (by_count == 0) | (scale * deviation * deviation > _CANDIDATES)
+                    leave_top = (p >= 1) | (by_count == 0) | (scale * deviation * deviation > _CONTENDERS)
                     low, high, over, over_mass, found, within_mass, uncut_mass = _collect(
                         rows, batch, column, row, memory, cut, best, total, inverse_temperature, by_count, wanted, low, highest,
                         leave_top, scale, SHIFT, NUM_GROUPS, BLOCKS,

@@ -13,18 +13,18 @@ from .jit_rows import BLOCK, LANES, TILE_BLOCKS, as_int, fetch, rest_at, vocab_s
 
 GROUPS = tl.constexpr(BLOCK // LANES.value)  # of a block
 # float32 numbers of scratch memory per row that the search for a threshold needs in addition, 56 KiB together. They come first, so
-# that all of it is at fixed distances from one pointer. A sample has at least half of SAMPLES tokens. CANDIDATES must hold the
+# that all of it is at fixed distances from one pointer. A sample has at least half of SAMPLES tokens. CONTENDERS must hold the
 # logits between its two bounds: for top-p at most 10,000 of 262,144 if the logits are normally distributed.
-SAMPLES, CANDIDATES = 4096, 10240
+SAMPLES, CONTENDERS = 4096, 10240
 assert LANES.value == philox.GROUP  # groups of logits and groups of a race are the same
-SEARCH_ROOM = tl.constexpr(SAMPLES + CANDIDATES)
+SEARCH_ROOM = tl.constexpr(SAMPLES + CONTENDERS)
 MOST_LISTED = tl.constexpr(2 * TILE_BLOCKS)  # groups of a race that are listed at once
 STEP = tl.constexpr(2)  # STEP * BLOCKS groups are read at once: half as many tokens as a tile has
 
 
 @triton.jit
 def search_at(memory, row):
-    """Pointer to a row's memory for its sample and its candidates."""
+    """Pointer to a row's memory for its sample and its contenders."""
     return rest_at(memory) + row * (memory[2] * (2 * GROUPS) + 3 * MOST_LISTED + memory[3])
 
 

@@ -235,7 +235,7 @@ def test_a_bias_of_another_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("levels", [1, 2, 5])
 def test_filters_of_rows_that_tie(levels: int) -> None:
-    """Few different logits, of which as many tokens as there are candidates and more may tie with the last that is kept."""
+    """Few different logits, of which as many tokens as there are contenders and more may tie with the last that is kept."""
     generator = torch.Generator().manual_seed(levels)
     logits = torch.randint(levels, (10, TILED), generator=generator).float() * 3
     logits[5:] = logits[5:].sort(descending=True).values

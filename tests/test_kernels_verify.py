@@ -88,7 +88,7 @@ def test_every_method_equals_the_twin(method: str, kind: str, option: str) -> No
 @pytest.mark.parametrize("method", METHODS)
 def test_several_tiles(method: str, kind: str, filtered: bool) -> None:
     """What is put together from tiles: the twin's verdict, in any slot and whoever is beside it. Under filters a sample
-    stands for the row, its bracket is swept and its candidates are halved."""
+    stands for the row, its bracket is swept and its contenders are halved."""
     case = verify_case(generator(200), 2, 2, TILED, TILED if kind == "full" else None, torch.bfloat16)
     case["temperature"] = torch.tensor([0.8, 1.3])
     if filtered:
