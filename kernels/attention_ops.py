@@ -14,6 +14,7 @@ from .checks import FLOATS, MAX_GRID, as_float, as_int, check_tensor
 from .ops import use_triton
 
 MAX_HEAD_DIM = 256
+_LARGEST = 1e30  # scale and softcap, whose products with logits are to stay within float32
 
 
 def ragged_attention(
@@ -60,8 +61,13 @@ def ragged_attention(
     kv_length = None if kv_length is None else as_int("kv_length", kv_length)
     if window is not None and window < 1:
         raise ValueError(f"window must be >= 1 or None, got {window}")
+    if window is not None:
+        window = min(window, 2**31 - 1)  # sees all; from 2^31 on Triton would compile another kernel
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be > 0 or None, got {softcap}")
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not abs(value) <= _LARGEST:
+            raise ValueError(f"{name} must be at most {_LARGEST:g} or None, got {value}")
     if kv_length is not None and not 1 <= kv_length <= capacity:
         raise ValueError(f"kv_length must be between 1 and the capacity {capacity}, got {kv_length}")
     more: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, slots=slots)

@@ -401,6 +401,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         for value in ("1", True, torch.tensor(0.5), 1j, float("nan"), 10**400)
     },
     "softcap": (dict(softcap=0.0), "softcap must be > 0 or None, got 0.0"),
+    **{
+        f"{name} {value}": ({name: value}, f"{name} must be at most 1e\\+30 or None, got {re.escape(repr(value))}")
+        for name in ("scale", "softcap")
+        for value in (float("inf"), 1e300)
+    },
     "query array": (dict(query=[1.0]), r"query must be a tensor on cpu, got \[1.0\]"),
     "query None": (dict(query=None), "query must be a tensor on cpu, got None"),
     "keys None": (dict(keys=None), "keys must be a tensor, got None"),
