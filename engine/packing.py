@@ -68,6 +68,32 @@ class PackedLinear(nn.Module):
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
+    ) -> None:
+        """Pack the weights that `load_state_dict` is given; what does not fit is noted in the lists, as other modules do."""
+        own = {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+        new = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
+        if strict:
+            missing += [prefix + name for name in own if name not in new]
+            known = {prefix + name for name in own}
+            unexpected += [key for key in state_dict if key.startswith(prefix) and key not in known]
+        for name, value in new.items():
+            if value.shape != own[name].shape:
+                shapes = f"{list(value.shape)}, where {list(own[name].shape)} was expected"
+                errors.append(f"size mismatch for {prefix}{name}: {shapes}")
+                return
+        if new:
+            weight = new.get("weight", own["weight"])
+            self.bias = self.product.replace(self._index, weight.T if self._transposed else weight, new.get("bias"))
+
 
 class Product:
     """What linear layers of one input size give, computed together when the first of them is called.
@@ -123,6 +149,24 @@ class Product:
         layout = layout_of(weight.dtype) if weight.device.type == "cpu" else None
         self._packed, self._like, self._kept = (layout or RowMajor)(weight, self._bias), like, None
 
+    def replace(self, index: int, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Pack another weight [out_features, in_features] of one of the layers, and bias [out_features], if one is given.
+
+        Returns:
+            The layer's bias from now on, if it has one.
+        """
+        weights, biases = list(self._split(self._packed.weight())), None
+        weights[index] = weight.detach().to(weights[index])
+        if self._bias is not None:
+            biases = list(self._split(self._bias))
+            biases[index] = biases[index] if bias is None else bias.detach().to(biases[index])
+            self._bias = torch.cat(biases)
+        self._packed, self._kept = type(self._packed)(torch.cat(weights), self._bias), None
+        return None if biases is None else biases[index].clone()
+
+    def _split(self, joined: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(joined, self._sizes)
+
     def number(self) -> None:
         """Have a number that no other product of this process has; a copy comes with that of the one it was copied from."""
         if _numbered.get(self._number) is not self:
@@ -131,7 +175,7 @@ class Product:
 
     def weight(self, index: int) -> Tensor:
         """Of one of the layers: [out_features, in_features]."""
-        return torch.split(self._packed.weight(), self._sizes)[index]
+        return self._split(self._packed.weight())[index]
 
 
 _numbers, _numbered = count(), WeakValueDictionary[int, Product]()

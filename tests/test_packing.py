@@ -251,6 +251,39 @@ def test_a_head_may_go_on_to_a_target_of_another_dtype(kind: str, tmp_path: Path
     assert runs[0][0] == [greedy(target, prompt, 8) for prompt in prompts]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_weights_can_be_loaded_again(name: str, dtype: torch.dtype) -> None:
+    """As of a model that goes on learning elsewhere."""
+    packed, other = tiny(name, dtype=dtype), tiny(name, dtype=dtype)
+    if not pack_linears(packed):
+        pytest.skip(f"no packed layout for {dtype}")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    x = torch.tensor([[3, 4, 5]])
+    packed.load_state_dict(other.state_dict())
+    assert packed.state_dict().keys() == other.state_dict().keys()
+    for key, value in packed.state_dict().items():
+        assert value.equal(other.state_dict()[key]), key
+    with torch.no_grad():
+        torch.testing.assert_close(packed(x).logits, other(x).logits, rtol=0.02, atol=0.02)
+
+
+def test_weights_that_do_not_fit_are_told_as_for_other_layers() -> None:
+    packed = tiny("qwen2", dtype=torch.float32)
+    assert pack_linears(packed)
+    states = packed.state_dict()
+    name = "model.layers.0.self_attn.q_proj"
+    wrong, more = states | {f"{name}.bias": torch.zeros(3)}, states | {f"{name}.scale": torch.zeros(3)}
+    less = {key: value for key, value in states.items() if key != f"{name}.weight"}
+    for given, message in ((wrong, rf"size mismatch for {name}.bias"), (more, "Unexpected key"), (less, "Missing key")):
+        with pytest.raises(RuntimeError, match=message):
+            packed.load_state_dict(given)
+    assert packed.load_state_dict({f"{name}.weight": states[f"{name}.weight"]}, strict=False).unexpected_keys == []
+    assert packed.state_dict()[f"{name}.bias"].equal(states[f"{name}.bias"])
+
+
 def test_a_live_model_is_left_as_it_is() -> None:
     model = tiny("llama", dtype=torch.float32)
     llm = engine.load(model)
