@@ -35,7 +35,7 @@ def limited(
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            process_group=0,
+            process_group=0, preexec_fn=_heed_interrupts if interrupt else None,
         )  # fmt: skip
         code = None
         try:
@@ -57,3 +57,8 @@ def limited(
         output.seek(0)
         lines = output.read().decode(errors="replace").splitlines()
     return Ended(code, lines[-TAIL:])
+
+
+def _heed_interrupts() -> None:
+    """What a shell starts in the background ignores them, and so does what that starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
