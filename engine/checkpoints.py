@@ -1,12 +1,13 @@
 """Models and tokenizers from a hub id, a folder or a GGUF file."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from . import parallel
 from .errors import UnsupportedModelError
@@ -15,14 +16,8 @@ from .hub import existing_path, naming_errors
 from .packing import pack_linears
 from .support import check_config
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_TOKENIZER_FILES = ("tokenizer_config.json", *_VOCABULARIES)
 
 
 @dataclass(frozen=True)
@@ -168,19 +163,22 @@ def read_config(location: str, role: str) -> PretrainedConfig:
 
 def _tokenizer(location: str, role: str) -> Any:
     """The checkpoint's tokenizer, or None where it has none: prompts are token ids then."""
-    folder = Path(location)
-    if folder.is_dir():
-        return read_tokenizer(location, role) if _has_tokenizer(folder) else None
+    if Path(location).is_dir() and not _has(location, _TOKENIZER_FILES):
+        return None
     try:
         return read_tokenizer(location, role)
-    except ValueError:  # what the hub has of a tokenizer has been fetched by now
-        if _has_tokenizer(Path(str(cached_file(location, "config.json"))).parent):
+    except ValueError:
+        if _has(location, _TOKENIZER_FILES):
             raise
         return None
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in _TOKENIZER_FILES)
+def _has(location: str, names: Collection[str]) -> bool:
+    """Whether there is one of these files in a folder, or among those of a hub id that have been fetched."""
+    folder = Path(location)
+    if folder.is_dir():
+        return any((folder / name).exists() for name in names)
+    return any(isinstance(try_to_load_from_cache(location, name), str) for name in names)
 
 
 def read_tokenizer(location: str, role: str) -> Any:
@@ -206,10 +204,9 @@ def read_tokenizer(location: str, role: str) -> Any:
                 f"not run: load it with transformers, and pass it as tokenizer= to engine.load"
             ) from error
         raise ValueError(f"{role} must have an intact tokenizer; reading that of {location} failed: {error}") from error
+    # As transformers makes one where the vocabulary is missing; it drops all text.
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    if added and len(tokenizer) <= len(
-        added
-    ):  # as transformers makes one where the vocabulary is missing; it drops all text
+    if added and len(tokenizer) <= len(added) and not _has(location, _VOCABULARIES):
         raise ValueError(
             f"{role} must have an intact tokenizer; that of {location} has no vocabulary but {len(added)} added tokens: its "
             f"tokenizer.json, or what takes the place of that, is missing"

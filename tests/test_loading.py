@@ -13,7 +13,9 @@ import torch
 from safetensors import SafetensorError
 from tiny_models import greedy, perturbed, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
-from transformers import AutoConfig, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
 from engine import gguf as conversion
@@ -459,6 +461,18 @@ def test_a_tokenizer_without_its_vocabulary(name: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=f"^target must have an intact tokenizer; .*{tmp_path}"):
         engine.load(tmp_path)
+
+
+def test_a_tokenizer_whose_tokens_have_all_been_added(tmp_path: Path) -> None:
+    """As of an alphabet, which trainers take as special tokens: it drops nothing."""
+    words = ["[UNK]", "[EOS]", "A", "C", "G", "T"]
+    alphabet = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    alphabet.add_special_tokens(words)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=alphabet, unk_token="[UNK]", eos_token="[EOS]")
+    assert len(tokenizer) == len(tokenizer.added_tokens_decoder)
+    tokenizer.save_pretrained(tmp_path)
+    tiny("llama", dtype=torch.float32).save_pretrained(tmp_path)
+    assert engine.load(tmp_path).generate("GATTACA", PARAMS).prompt_token_ids == [4, 2, 5, 5, 2, 3, 2]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
