@@ -103,10 +103,11 @@ def load(
     target = locate(target, "target", dtype)
     model_config = target.config if isinstance(target, PreTrainedModel) else read_config(target, "target")
     _check_sizes(model_config.get_text_config(), config.max_length, stages)
-    main = read_checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
-    drafters = [_drafter(main, stage) for stage in stages]
-    whole = drafters[0] if len(drafters) == 1 else CascadeDrafter(*drafters) if drafters else None
-    return Engine(main.model, main.tokenizer, whole, config)
+    with torch.autocast("cpu", enabled=False):  # layers are fused and compiled by what they give
+        main = read_checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
+        drafters = [_drafter(main, stage) for stage in stages]
+        whole = drafters[0] if len(drafters) == 1 else CascadeDrafter(*drafters) if drafters else None
+        return Engine(main.model, main.tokenizer, whole, config)
 
 
 def _tokenizer(tokenizer: Any) -> Any:

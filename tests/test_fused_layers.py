@@ -160,6 +160,16 @@ def test_a_hook_of_all_modules_is_called(tmp_path: Path, runs: list[int]) -> Non
     assert len(runs) > fused_runs
 
 
+def test_layers_are_checked_in_the_dtype_that_they_work_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(*_: Any) -> None:
+        assert not torch.is_autocast_enabled("cpu")
+
+    monkeypatch.setattr(fused_layers, "_check", checked)
+    with torch.autocast("cpu", torch.bfloat16):
+        llm = loaded(tmp_path)
+    assert type(llm.target_model.model.layers[0]).__name__ == "FusedLlamaDecoderLayer"
+
+
 @pytest.mark.parametrize("inside", ["self_attn", "self_attn.v_proj", "mlp", "mlp.act_fn", "input_layernorm"])
 def test_another_forward_of_a_module_is_called(inside: str, tmp_path: Path, runs: list[int]) -> None:
     def negated(own: Any) -> Any:

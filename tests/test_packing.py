@@ -199,6 +199,13 @@ def test_a_layout_is_chosen_wherever_torch_makes_tensors() -> None:
         assert layout_of.__wrapped__(torch.float32) is chosen is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layout_is_chosen_under_autocast_too(dtype: torch.dtype) -> None:
+    chosen = layout_of.__wrapped__(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layout_of.__wrapped__(dtype) is chosen
+
+
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2 * 7 + 1), ("qwen2", 2 * 7 + 1), ("gpt2", 2 * 4 + 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_can_be_read_back(name: str, layers: int, dtype: torch.dtype, tmp_path: Path) -> None:
