@@ -32,9 +32,10 @@ def test_lookups_go_on_behind_the_last_draft_of_a_stage_that_gives_all_at_once()
 
 def test_nothing_is_looked_up_behind_more_drafts_than_were_asked_for() -> None:
     """Nor does a lookup have to make room for them in what it is asked for."""
-    lookup, whole, state = engine.SuffixDrafter(), Fixed([[1, 6, 5, 5, 1]]), state_of([[7, 5, 1, 8]])
+    lookup, state = engine.SuffixDrafter(), state_of([[7, 5, 1, 8]])
     lookup.prefill(state)
-    assert CascadeDrafter(lookup, whole).propose(state, 2).tokens.tolist() == [[1, 6]]
+    for whole in (Fixed([[3, 6, 5, 5, 1]]), Chain([[3, 6, 5, 5, 1]])):  # all at once, and one by one
+        assert CascadeDrafter(lookup, whole).propose(state, 2).tokens.tolist() == [[3, 6]]
 
 
 @pytest.mark.parametrize("can_look", [True, False])

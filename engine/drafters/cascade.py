@@ -180,9 +180,8 @@ class _Behind:
         self._lookups, self._slots = lookups, state.slots
         rows = (open_rows[:, 0] & state.active).nonzero()[:, 0].tolist()
         whole = texts(state)
-        self._texts = {
-            row: whole[row] for row in rows
-        }  # with the drafts so far; of rows for which lookups are still asked
+        # With the drafts so far; of rows for which lookups are still asked.
+        self._texts = {row: whole[row] for row in rows}
         self._room = dict.fromkeys(rows, num_draft_tokens)  # drafts that there is still room for
         self.found = False
         tokens = torch.full((len(whole), num_draft_tokens), -1, device=state.tokens.device)
@@ -208,7 +207,7 @@ class _Behind:
 
     def _continuation(self, row: int, text: Tokens) -> list[tuple[int, float]]:
         """Of the first lookup that has one; empty if none has, or there is no room."""
-        for lookup in self._lookups if self._room[row] else ():
+        for lookup in self._lookups if self._room[row] > 0 else ():
             if found := lookup.continuation(self._slots[row], text, self._room[row]):
                 return found
         return []
