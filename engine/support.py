@@ -110,7 +110,8 @@ def compiled_part(model: PreTrainedModel) -> str | None:
     """The name of a module with attention in it that others have compiled; None: there is none."""
     for name, module in model.named_modules():
         forward = vars(module).get("forward")
-        compiled = module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+        wrapped = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+        compiled = module._compiled_call_impl is not None or wrapped
         if compiled and any(hasattr(part, "layer_idx") for part in module.modules()):
             return name or type(module).__name__
     return None

@@ -179,6 +179,14 @@ def test_a_target_that_others_have_compiled_is_refused(part: str, way: str) -> N
         llm.generate([5, 6, 7], PARAMS[0])
 
 
+def test_what_others_have_kept_from_being_compiled_is_used() -> None:
+    target = tiny(dtype=torch.float32)
+    expected = texts(engine.load(target))
+    layer = target.model.layers[1]
+    layer.forward = torch.compiler.disable(layer.forward)
+    assert texts(engine.load(target)) == expected
+
+
 def test_what_others_have_compiled_beside_attention_is_used() -> None:
     target = tiny("gpt2", dtype=torch.float32)
     expected = texts(engine.load(target, drafter=None))
