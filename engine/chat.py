@@ -50,7 +50,15 @@ class Chat:
         self._reset()
 
     def run(self) -> int:
-        """Answer line after line until the input ends; returns the exit status."""
+        """Answer line after line until the input ends; returns the exit status.
+
+        Raises:
+            ValueError: if no message can be answered, as of a target without a chat template.
+        """
+        try:
+            self.llm.check([[*self.history, {"role": "user", "content": "Hello"}]], self.params)
+        except ValueError as error:
+            raise ValueError(f"no message can be answered ({error}); generate takes text as it is") from error
         if self.interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  (line editing and recall in input())

@@ -61,6 +61,19 @@ def test_chat_json_and_errors(
     assert [message["content"] for message in engines[0].asked[-1]] == ["one", "ONE", "two"]
 
 
+def test_a_target_that_cannot_chat_is_refused_before_the_first_message(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: FakeEngine, prompts: Any, params: Any = None) -> None:
+        raise ValueError("prompts[0] holds chat messages, but the tokenizer has no chat template")
+
+    monkeypatch.setattr(FakeEngine, "check", refuse)
+    pipe(monkeypatch, "one\n")
+    assert cli.main(["chat", "-t", "model"]) == 2
+    captured = capsys.readouterr()
+    assert "no chat template" in captured.err and "generate takes text" in captured.err and not engines[0].asked
+
+
 def test_json_reports_a_line_that_is_no_command(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
