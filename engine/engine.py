@@ -81,7 +81,8 @@ class Engine:
         """The live target.
 
         On a CPU its linear layers may be packed (`packing.py`). These have no parameters: `parameters()` lacks them, and
-        `state_dict()` unpacks them. Their `weight` may be a copy: to change weights, load a live model, and change that.
+        `state_dict()` unpacks them. Their `weight` may be a copy: to change weights, call `load_state_dict`, or load a live model and
+        change that. On a GPU change weights in place: rounds that have been captured read them where they lie.
         """
         return self._target.model
 
