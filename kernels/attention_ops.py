@@ -67,7 +67,7 @@ def ragged_attention(
         raise ValueError(f"softcap must be > 0 or None, got {softcap}")
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not abs(value) <= _LARGEST:
-            raise ValueError(f"{name} must be at most {_LARGEST:g} or None, got {value}")
+            raise ValueError(f"{name} must be None or at most {_LARGEST:g} in size, got {value}")
     if kv_length is not None and not 1 <= kv_length <= capacity:
         raise ValueError(f"kv_length must be between 1 and the capacity {capacity}, got {kv_length}")
     more: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, slots=slots)

@@ -1,5 +1,6 @@
 """Ragged attention in Triton against its torch twin, and the twin against plain formulas."""
 
+import math
 import re
 from collections.abc import Iterator
 from fractions import Fraction
@@ -402,9 +403,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     },
     "softcap": (dict(softcap=0.0), "softcap must be > 0 or None, got 0.0"),
     **{
-        f"{name} {value}": ({name: value}, f"{name} must be at most 1e\\+30 or None, got {re.escape(repr(value))}")
-        for name in ("scale", "softcap")
-        for value in (float("inf"), 1e300)
+        f"{name} {value}": (
+            {name: value},
+            rf"{name} must be None or at most 1e\+30 in size, got {re.escape(repr(value))}",
+        )
+        for name, value in (("scale", math.inf), ("scale", -1e300), ("softcap", math.inf), ("softcap", 1e300))
     },
     "query array": (dict(query=[1.0]), r"query must be a tensor on cpu, got \[1.0\]"),
     "query None": (dict(query=None), "query must be a tensor on cpu, got None"),
