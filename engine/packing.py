@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         # No parameter, as the weight is none: both are in the product, and changing this changes nothing.
-        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
         self.product, self._index, self._transposed = product or Product([linear]), index, transposed
 
     @property
