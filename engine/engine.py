@@ -1,6 +1,5 @@
 """`Engine`, what a user holds: prompts in, outputs out. The loop between is in `serving.py`."""
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
@@ -71,7 +70,7 @@ class Engine:
             late=model.device.type == "cuda",
             ranks=self._ranks,
         )
-        self._generating = threading.Lock()  # held by the call that is served: others may come from other threads
+        self._served: dict[str, object] = {}  # the call that is served, if one is; see `_alone`
         warn_of_not_applied(model)
         if config.compile:  # not before the drafter has asked for hidden states, which a compiled call gives as well
             compile_now(self._target)
@@ -233,13 +232,16 @@ class Engine:
         Raises:
             EngineError: if this engine is generating, its drafter serves another one by now, or the target has been moved.
         """
-        if not self._generating.acquire(blocking=False):
-            raise EngineError("this engine is generating already: exhaust or close its open stream first")
+        # One step, as others may come from other threads. A lock would stay taken if Ctrl-C came right after it was.
+        mine = object()
         try:
+            if self._served.setdefault("call", mine) is not mine:
+                raise EngineError("this engine is generating already: exhaust or close its open stream first")
             self._make_ready()
             yield
         finally:
-            self._generating.release()
+            if self._served.get("call") is mine:
+                del self._served["call"]
 
     def _make_ready(self) -> None:
         """Undo what others or an interrupt have done to the target (training mode, left out layers).
