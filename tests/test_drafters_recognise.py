@@ -269,3 +269,15 @@ def test_files_of_torch_that_are_something_else(
         ValueError, match=rf"drafter must be an intact checkpoint; reading .*pytorch_model\.bin failed: {reason}"
     ):
         engine.load(target, drafter=folder)
+
+
+@pytest.mark.parametrize("eagle", [1, 3])
+def test_what_a_trainer_leaves_beside_the_weights(target: PreTrainedModel, tmp_path: Path, eagle: int) -> None:
+    """Its arguments are a pickle of no tensors; and the optimizer's state would be taken for tensors of the head."""
+    folder = Head(eagle=eagle).repository(tmp_path)
+    torch.save(target.config, folder / "training_args.bin")
+    for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "scaler.pt"):
+        torch.save({"state": torch.zeros(1)}, folder / name)
+    llm = engine.load(target, drafter=folder, num_draft_tokens=2)
+    llm.generate([5, 6, 7], engine.SamplingParams(max_new_tokens=4))
+    assert llm.stats.draft_tokens

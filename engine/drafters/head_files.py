@@ -16,6 +16,13 @@ from torch import Tensor, nn
 
 from ..model import RaggedModel
 
+# What trainers (transformers, accelerate) leave beside the weights.
+_NO_WEIGHTS = {
+    f"{name}.{end}"
+    for name in ("training_args", "optimizer", "scheduler", "scaler", "sampler")
+    for end in ("bin", "pt")
+}
+
 
 @dataclass(frozen=True)
 class HeadFiles:
@@ -57,7 +64,7 @@ def read_head(folder: Path) -> HeadFiles:
     Raises:
         ValueError: if there are no weights, or a file is damaged.
     """
-    files = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
+    files = weight_files(folder, "*.safetensors") or weight_files(folder, "*.bin", "*.pt")
     if not files:
         raise ValueError(f"drafter must be a folder with *.safetensors, *.bin or *.pt files, got {folder} without one")
     tensors: dict[str, Tensor] = {}
@@ -66,6 +73,11 @@ def read_head(folder: Path) -> HeadFiles:
             found = load_file(file) if file.suffix == ".safetensors" else load_pickled(file, "cpu")
         tensors |= {name: value for name, value in found.items() if isinstance(value, Tensor)}
     return HeadFiles(folder, read_head_config(folder), tensors)
+
+
+def weight_files(folder: Path, *patterns: str) -> list[Path]:
+    """The files that these patterns match, without those that a trainer has left there: they are no files of tensors."""
+    return sorted(file for pattern in patterns for file in folder.glob(pattern) if file.name not in _NO_WEIGHTS)
 
 
 @contextmanager

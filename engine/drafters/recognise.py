@@ -12,7 +12,7 @@ from transformers.utils.hub import cached_file
 from ..hub import may_be_hub_id, naming_errors
 from .base import Drafter
 from .eagle import EagleDrafter
-from .head_files import HeadFiles, load_pickled, read_head, read_head_config, reading
+from .head_files import HeadFiles, load_pickled, read_head, read_head_config, reading, weight_files
 from .medusa import MedusaDrafter
 from .mlp import MlpSpeculatorDrafter
 
@@ -91,7 +91,7 @@ def _names(folder: Path, config: dict[str, Any]) -> list[str]:
         return []
     names: list[str] = []
     for pattern in _WEIGHTS:
-        for file in sorted(folder.glob(pattern)):
+        for file in weight_files(folder, pattern):
             with reading(file):
                 names += _names_in(file)
         if names:
