@@ -34,14 +34,27 @@ def measure(
 
     Returns:
         `acceptance`: for each position, the share of its drafts that are accepted, of those before which all are;
-        `block_efficiency`, `rounds` and `new_tokens` as `Stats` has them; `categories`: the block efficiency in each.
+        `block_efficiency`, `rounds` and `new_tokens` as `Stats` has them; `categories`: the block efficiency in each;
+        `failed`: prompts for which the target returned NaN, which count in no category, and elsewhere with their rounds before.
+
+    Raises:
+        InvalidLogitsError: if it did for all.
     """
     for stage in stages_of(llm.drafter):
         if hasattr(stage, "min_reach"):
             stage.min_reach = 0.0
-    outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=max_new_tokens), progress=True)
+    outputs: Sequence[engine.Output | None]
+    failed: dict[int, str] = {}
+    try:
+        outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=max_new_tokens), progress=True)
+    except engine.InvalidLogitsError as error:
+        if not any(error.outputs):
+            raise
+        outputs, failed = error.outputs, error.errors
     by_category: dict[str, engine.Stats] = defaultdict(engine.Stats)
     for output, category in zip(outputs, categories, strict=True):
+        if output is None:
+            continue
         by_category[category].rounds += output.stats.rounds
         by_category[category].new_tokens += output.stats.new_tokens
     stats = llm.stats
@@ -54,6 +67,7 @@ def measure(
         "rounds": stats.rounds,
         "new_tokens": stats.new_tokens,
         "categories": {category: counts.block_efficiency for category, counts in by_category.items()},
+        "failed": len(failed),
     }
 
 
@@ -92,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("position: " + ", ".join(f"{i} {share:.3f}" for i, share in enumerate(found["acceptance"], 1)))
     print(f"block efficiency {found['block_efficiency']:.2f}, {found['rounds']} rounds of {len(ids)} prompts")
     print("by category: " + ", ".join(f"{name} {value:.2f}" for name, value in found["categories"].items()))
+    if found["failed"]:
+        print(f"without {found['failed']} prompts for which the target returned NaN")
     if options.out is not None:
         told = {name: value for name, value in vars(options).items() if name != "out"}
         told |= {"target": by_name(str(target)), "drafter": by_name(options.drafter), "prompts": options.prompts.name}

@@ -6,6 +6,7 @@ from typing import Any
 
 import cli_fakes
 import pytest
+import torch
 from tiny_models import random_prompts, tiny
 
 import engine
@@ -56,6 +57,18 @@ def test_rounds_with_fewer_drafts_have_no_say_in_later_positions() -> None:
     first, second = acceptance.measure(llm, random_prompts(3), ["any"] * 3, 20)["acceptance"]
     assert 0 < first < 1 and first == llm.stats.acceptance_per_position[0]
     assert second == 1.0
+
+
+def test_a_prompt_with_nan_costs_no_other_prompts_answer() -> None:
+    target = tiny("llama", dtype=torch.float32)
+    with torch.no_grad():
+        target.get_input_embeddings().weight[3] = torch.nan
+        target.lm_head.weight[3] = 0  # nobody draws it
+    llm = engine.load(target, "ngram", num_draft_tokens=2)
+    found = acceptance.measure(llm, [[5, 6, 5], [5, 3], [6, 5]], ["one", "two", "one"], 6)
+    assert list(found["categories"]) == ["one"] and (found["new_tokens"], found["failed"]) == (12, 1)
+    with pytest.raises(engine.InvalidLogitsError, match="NAN_TARGET"):
+        acceptance.measure(llm, [[5, 3]], ["one"], 6)
 
 
 def test_the_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
