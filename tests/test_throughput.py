@@ -72,6 +72,10 @@ LOOKUP = "transformers lookup K=5"
         (["--load-option", "no_such=1"], "load-option must be an argument of engine.load"),
         (["--load-option", "max_length"], "must be name=value"),
         (["--preset", "gpt5"], "invalid choice: 'gpt5'"),
+        (
+            ["--report-only", "--restart", "--max-turns", "1"],
+            "--report-only must have no other option than --out: the run there has its own, got --max-turns, --restart",
+        ),
     ],
 )  # fmt: skip
 def test_bad_options(
@@ -106,10 +110,11 @@ def test_bad_options_that_are_found_in_files(
             "relative_to must be one of the methods (ours plain, ours ngram K=5, transformers plain",
         ),
         (["--out", str(tmp_path / "file")], "--out must be a folder that can be written"),
-        (["--report-only", "--out", str(tmp_path / "none")], "out must hold a run for --report-only"),
     ):
         bench(*arguments, status=2)
         assert complaint in capsys.readouterr().err
+    assert main(["--report-only", "--out", str(tmp_path / "none")]) == 2
+    assert "out must hold a run for --report-only" in capsys.readouterr().err
 
 
 def test_options_that_the_model_refuses(bench: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

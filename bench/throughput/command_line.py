@@ -113,6 +113,10 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, bool, bool]:
     made = parser()
     given = vars(made.parse_args(arguments))
     restart, report_only = given.pop("restart", False), given.pop("report_only", False)
+    others = [f"--{name.replace('_', '-')}" for name in given if name != "out"] + ["--restart"] * restart
+    if report_only and others:
+        rule = "--report-only must have no other option than --out: the run there has its own"
+        made.error(f"{rule}, got {', '.join(others)}")
     settings = dict(PRESETS[given["preset"]].options) if "preset" in given else {}
     settings |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if any(drafter.startswith("synthetic:") for drafter in settings.get("drafters", ())):
