@@ -573,6 +573,8 @@ def test_texts_for_which_there_is_no_room(kept: KeptTexts, tmp_path: Path) -> No
                 assert text.prompt_length == text_of_file.prompt_length
                 assert torch.equal(text.tokens, text_of_file.tokens)
                 assert torch.equal(text.hidden, text_of_file.hidden)
+    other.write(bytes_of_first)  # which has less room by now
+    assert [file.exists() for file in other.files] == [True, False, False]
     assert bytes_of_first < of_first < 1.5 * bytes_of_first
 
 

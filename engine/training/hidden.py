@@ -79,12 +79,16 @@ class KeptTexts:
         return sum(map(self._bytes, range(len(self))))
 
     def write(self, room: float = math.inf) -> None:
-        """Make the files that are not there yet, one after the other, as long as all files take at most `room` bytes.
+        """Make the files that are not there yet, one after the other, as long as all files take at most `room` bytes; those beyond,
+        of a call with more room, go.
 
         Raises:
             OSError: before any work, if the disk has not as much; or if a file cannot be written. What is there stays.
         """
-        sizes = itertools.accumulate(map(self._bytes, range(len(self))))
+        sizes = list(itertools.accumulate(map(self._bytes, range(len(self)))))
+        for file, size in zip(self.files, sizes, strict=True):
+            if size > room:
+                file.unlink(missing_ok=True)
         todo = [i for i, size in enumerate(sizes) if size <= room and not self.files[i].exists()]
         needed = sum(map(self._bytes, todo))
         free = shutil.disk_usage(self._folder).free
