@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
 
 from . import parallel
 from .errors import UnsupportedModelError
@@ -16,7 +17,8 @@ from .hub import existing_path, naming_errors
 from .packing import pack_linears
 from .support import check_config
 
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+_VOCABULARIES = ("tokenizer.json", *_SENTENCEPIECE, "vocab.json", "vocab.txt")
 _TOKENIZER_FILES = ("tokenizer_config.json", *_VOCABULARIES)
 
 
@@ -44,7 +46,7 @@ def read_checkpoint(
         FileNotFoundError: for a path that does not exist.
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
         OSError: for a hub id that cannot be had.
-        ImportError: without a package that is needed, for a GGUF file or quantized weights.
+        ImportError: without a package that is needed, for a GGUF file, quantized weights or a tokenizer.model.
     """
     location = locate(source, role, dtype)
     if isinstance(location, PreTrainedModel):
@@ -188,6 +190,7 @@ def read_tokenizer(location: str, role: str) -> Any:
         ValueError: for a damaged one.
         FileNotFoundError: for a path that does not exist.
         OSError: for a hub id that cannot be had.
+        ImportError: without a package that is needed to read it.
     """
     path = existing_path(location, role)
     if path.is_file():
@@ -203,6 +206,12 @@ def read_tokenizer(location: str, role: str) -> Any:
                 f"{role} must have a tokenizer that transformers has; that of {location} comes with code of its own, which is "
                 f"not run: load it with transformers, and pass it as tokenizer= to engine.load"
             ) from error
+        # transformers then takes a vocabulary of SentencePiece for one of tiktoken.
+        if not _has(location, ["tokenizer.json"]) and _has(location, _SENTENCEPIECE) and not _reads_sentencepiece():
+            raise ImportError(
+                f"{role} needs the packages sentencepiece and protobuf (pip install sentencepiece protobuf), as the tokenizer of "
+                f"{location} has no tokenizer.json; reading it failed: {error}"
+            ) from error
         raise ValueError(f"{role} must have an intact tokenizer; reading that of {location} failed: {error}") from error
     # As transformers makes one where the vocabulary is missing; it drops all text.
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -212,6 +221,10 @@ def read_tokenizer(location: str, role: str) -> Any:
             f"tokenizer.json, or what takes the place of that, is missing"
         )
     return tokenizer
+
+
+def _reads_sentencepiece() -> bool:
+    return bool(is_sentencepiece_available() and is_protobuf_available())
 
 
 def _wants_own_code(error: Exception) -> bool:

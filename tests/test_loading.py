@@ -453,6 +453,20 @@ def test_damaged_tokenizer(folder: Path) -> None:
         engine.load(tiny("llama"), tokenizer=folder)
 
 
+def test_a_vocabulary_of_sentencepiece_without_the_package_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers takes it for one of tiktoken, and says that this is missing."""
+    for name in ("sentencepiece", "google.protobuf"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("engine.checkpoints.is_sentencepiece_available", lambda: False)
+    tiny("llama", dtype=torch.float32).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    with pytest.raises(ImportError, match=r"^target needs the packages sentencepiece and protobuf \(pip install "):
+        engine.load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_a_tokenizer_without_its_vocabulary(name: str, tmp_path: Path) -> None:
     """transformers makes one of qwen2's kind even so, which drops all text of a prompt but special tokens."""
