@@ -258,9 +258,10 @@ def blocks_for(query_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, 
 def options_for(blocks: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
     """Threads, stages and registers of a program."""
     num_warps = 8 if dtype == torch.float32 or blocks["BLOCK_M"] * blocks["BLOCK_D"] > 8192 else 4
+    wide = blocks["BLOCK_D"] > 128
     if torch.version.hip:
-        return dict(num_warps=num_warps, num_stages=2)
-    # Three stages of blocks of 16 keys of 256 float32 would leave no room for a second program on an sm_80, by 128 bytes.
-    num_stages = 2 if dtype == torch.float32 and blocks["BLOCK_D"] > 128 else 3
+        return dict(num_warps=num_warps, num_stages=1 if wide and dtype == torch.float32 else 2)
+    # With three stages there would be no room for a second program on an sm_80, by 128 bytes and by 1 KiB.
+    num_stages = 2 if wide and (dtype == torch.float32 or blocks["BLOCK_M"] == 32) else 3
     # Without maxnreg, ptxas aims at more programs per processor than there is shared memory for, and spills a few bytes.
     return dict(num_warps=num_warps, num_stages=num_stages, maxnreg=255)
