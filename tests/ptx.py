@@ -148,7 +148,8 @@ def shuffle(x: Array, by: Array, mode: str, clamp: int) -> tuple[Array, Array]:
 
 def reduce_warp(x: Array, how: str) -> Array:
     warps = x.reshape(-1, WARP)
-    functions: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
+    smaller, larger = (np.fmin, np.fmax) if x.dtype.kind == "f" else (np.minimum, np.maximum)
+    functions: dict[str, Any] = {"add": np.add, "min": smaller, "max": larger, "and": np.bitwise_and,
                                  "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
     return np.repeat(functions[how].reduce(warps, axis=1, dtype=x.dtype), WARP)
 
@@ -315,7 +316,12 @@ def _statement(t: _Translation, text: str, line: int) -> str:
     if name == "vote":
         return t.into(operands[0], f"ballot({t.operand(operands[1], 'pred')})", "b32", guard)
 
+    if type == "f32x2":
+        return _packed(t, name, operands, guard, f"line {line}: {text}")
     arguments = [t.operand(operand, type) for operand in operands[1:]]
+    if modifiers[-2:] == ["f32", "bf16"]:  # all but the last operand are of the second type
+        type = "f32"
+        arguments = [f"bfloat16({argument})" for argument in arguments[:-1]] + [t.operand(operands[-1], type)]
     if name in ("shl", "shr"):
         arguments[1] = t.operand(operands[2], "u32")
     if name == "bfe":
@@ -339,7 +345,9 @@ def _statement(t: _Translation, text: str, line: int) -> str:
         expression = f"fma({', '.join(arguments)})"
     elif name in ("max", "min"):
         function = ("maximum" if name == "max" else "minimum") if "NaN" in modifiers else f"f{name}"
-        expression = f"{function}({', '.join(arguments)})"
+        expression = f"{function}({', '.join(arguments[:2])})"
+        for third in arguments[2:]:
+            expression = f"{function}({expression}, {third})"
     elif name in UNARY and len(arguments) == 1:
         expression = f"{name}_({arguments[0]})"
     elif name in BINARY and len(arguments) == 2:
@@ -379,6 +387,20 @@ def _memory(t: _Translation, name: str, modifiers: list[str], operands: list[str
     return f"machine.store({shared}, {t.address(operands[0], shared)}, {mask}, ({values},), {line})"
 
 
+def _packed(t: _Translation, name: str, operands: list[str], guard: str | None, where: str) -> str:
+    """What comes of each half of registers that hold two float32."""
+    if name not in ("add", "sub", "mul", "fma"):
+        raise UnknownInstruction(where)
+    halves = []
+    for shift in (0, 32):
+        by, word, real = t.constant(np.uint64(shift)), t.constant(TYPES["u32"]), t.constant(TYPES["f32"])
+        parts = [f"({t.operand(o, 'u64')} >> {by}).astype({word}).view({real})" for o in operands[1:]]
+        function = "fma" if name == "fma" else f"{name}_"
+        half = f"{function}({', '.join(parts)})" if name != "mul" else f"({' * '.join(parts)})"
+        halves.append(f"({half}.view({word}).astype({t.constant(TYPES['u64'])}) << {by})")
+    return t.into(operands[0], " | ".join(halves), "u64", guard)
+
+
 def _compare(t: _Translation, modifiers: list[str], operands: list[str], guard: str | None) -> str:
     how, type = modifiers[0], modifiers[-1]
     if type == "bf16x2":
@@ -394,13 +416,17 @@ def _compare(t: _Translation, modifiers: list[str], operands: list[str], guard: 
     pair = [t.operand(operand, type) for operand in operands[1:3]]
     if type == "bf16":
         pair = [f"bfloat16({operand})" for operand in pair]
-    expression = f"{how}_({', '.join(pair)})"
+    expression, joined, parts = f"({how}_({', '.join(pair)}))", "", []
     if len(operands) == 4:
         joint = {"and": "&", "or": "|", "xor": "^"}[modifiers[1]]
         negated = operands[3].startswith("!")
-        other = t.operand(operands[3].lstrip("!"), "pred")
-        expression = f"({expression}) {joint} {'~' if negated else ''}{other}"
-    return t.into(operands[0], expression, "pred", guard)
+        parts.append(f"other = {'~' if negated else ''}{t.operand(operands[3].lstrip('!'), 'pred')}")
+        joined = f" {joint} other"
+    first, _, second = operands[0].partition("|")  # a second result is that of the opposite comparison
+    parts.append(t.into(first, expression + joined, "pred", guard))
+    if second:
+        parts.append(t.into(second, f"~{expression}{joined}", "pred", guard))
+    return "; ".join(parts)
 
 
 def _convert(t: _Translation, modifiers: list[str], operands: list[str], guard: str | None) -> str:

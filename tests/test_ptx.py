@@ -46,6 +46,8 @@ def ints(count: int = 64) -> Tensor:
     ("mul.wide.s32 %rd5, %r4, -3; cvt.u32.u64 %r5, %rd5;", lambda x: -3 * x),
     ("mov.b32 %r6, 0xFFFFFFFF; mul.hi.u32 %r5, %r4, %r6;", lambda x: (x - 1).clamp(min=0)),
     ("setp.gt.and.s32 %p2, %r4, 3, %p1; selp.b32 %r5, 1, 0, %p2;", lambda x: x * 0),
+    ("setp.gt.s32 %p2|%p3, %r4, 3; selp.b32 %r5, 1, 0, %p2; selp.b32 %r6, 2, 0, %p3; add.s32 %r5, %r5, %r6;", lambda x: 2 - (x > 3).int()),
+    ("setp.gt.or.s32 %p1|%p2, %r4, 3, %p1; selp.b32 %r5, 1, 0, %p2;", lambda x: (x <= 3).int()),
     ("setp.gt.s32 %p2, %r4, 3; mov.b32 %r5, 9; @%p2 mov.b32 %r5, %r4;", lambda x: torch.where(x > 3, x, 9)),
     ("shfl.sync.bfly.b32 %r5, %r4, 5, 31, -1;", lambda x: x ^ 5),
     ("shfl.sync.up.b32 %r5, %r4, 2, 0, -1;", lambda x: torch.where(x % 32 < 2, x, x - 2)),
@@ -66,6 +68,14 @@ def test_integer_instructions(instructions: str, expected: object) -> None:
     ("add.rn.f32 %r5, %r4, 0f3F800000;", lambda x: x + 1),
     ("fma.rn.f32 %r5, %r4, %r4, %r4;", lambda x: (x.double() * x.double() + x.double()).float()),
     ("ex2.approx.ftz.f32 %r5, %r4;", lambda x: torch.exp2(x.double()).float()),
+    ("max.f32 %r5, %r4, 0f3F800000, 0fBF800000;", lambda x: x.nan_to_num(1, torch.inf, -torch.inf).clamp(min=1)),
+    (
+        "mov.b64 %rd5, {%r4, 0f40000000}; mov.b64 %rd6, {0f3F800000, %r4}; add.rn.f32x2 %rd7, %rd5, %rd6; "
+        "fma.rn.f32x2 %rd7, %rd7, %rd7, %rd5; mov.b64 {%r5, %r6}, %rd7; sub.rn.f32 %r5, %r6, %r5;",
+        lambda x: ((x + 2).double() ** 2 + 2).float() - ((x + 1).double() ** 2 + x.double()).float(),
+    ),
+    ("redux.sync.max.f32 %r5, %r4, -1;", lambda x: torch.cat([part.nan_to_num(-torch.inf, torch.inf, -torch.inf).max().expand(32) for part in x.split(32)])),
+    ("cvt.rn.bf16.f32 %rs1, %r4; sub.rn.f32.bf16 %r5, %rs1, 0f3F800000;", lambda x: x.bfloat16().float() - 1),
     ("max.f32 %r5, %r4, 0f7FC00000;", lambda x: torch.where(x.isnan(), x, x)),
     ("setp.num.f32 %p2, %r4, %r4; selp.f32 %r5, %r4, 0f00000000, %p2;", lambda x: x.nan_to_num(0, torch.inf, -torch.inf)),
     ("setp.neu.f32 %p2, %r4, %r4; selp.f32 %r5, 0f3F800000, 0f00000000, %p2;", lambda x: x.isnan().float()),
