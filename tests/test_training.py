@@ -26,7 +26,7 @@ from training_cases import PROMPTS, log_of, options, write_target
 import engine
 from engine.training import answers, hidden, loop, run
 from engine.training.eagle3_files import for_this_engine_alone
-from engine.training.files import settings_of
+from engine.training.files import check_out, checkpoint_digest, settings_of
 from engine.training.options import TrainingOptions
 from engine.training.run import train_drafter
 
@@ -546,6 +546,24 @@ def test_other_work_that_is_begun_while_the_target_is_loaded(
     monkeypatch.setattr(run, "load", loaded_while_another_one_runs)
     with pytest.raises(ValueError, match=r"there is other work, as seed \(1 before, 0 now\) differ"):
         train_drafter(PROMPTS, out, options(target))
+
+
+def test_a_target_with_other_weights_than_before(target: Path, whole: Path, tmp_path: Path) -> None:
+    """Answers and hidden states of the one would teach what the other does not say; what is no part of the checkpoint may change."""
+    out, aim = tmp_path / "out", tmp_path / "target"
+    shutil.copytree(target, aim)
+    copy_of(whole, out, *TRAINING)
+    settings = json.loads((out / "work" / "settings.json").read_text()) | {"target": str(aim)}
+    (out / "work" / "settings.json").write_text(json.dumps(settings))
+    (aim / "notes.txt").write_text("of no weight")
+    before = files_of(out)
+    check_out(out, settings | {"target_sha256": checkpoint_digest(aim)})
+    weights = load_file(aim / "model.safetensors")
+    weights["lm_head.weight"] += 1
+    save_file(weights, aim / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="there is other work, as the files of target differ"):
+        train_drafter(PROMPTS, out, options(aim))
+    assert files_of(out) == before
 
 
 @pytest.mark.usefixtures("no_plot")

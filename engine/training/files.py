@@ -16,6 +16,13 @@ WORK = "work"
 LOCK = "lock"
 SETTINGS = "settings.json"
 SAVING = ".saving-"  # how folders begin in which a drafter is put together
+_HASHES = {  # among the settings, and what differs where they do
+    "prompts_sha256": "the prompts",
+    "target_sha256": "the files of target",
+    "start_from_sha256": "the files of start_from",
+}
+_OF_CHECKPOINTS = (".json", ".safetensors", ".bin", ".gguf", ".model", ".jinja")
+_SAMPLE = 4096  # bytes
 
 
 @contextmanager
@@ -65,6 +72,23 @@ def settings_of(options: Mapping[str, Any], prompts: Sequence[Any]) -> dict[str,
     return found | {"num_prompts": len(prompts), "prompts_sha256": digest.hexdigest()}
 
 
+def checkpoint_digest(path: Path) -> str:
+    """A hash that tells whether a GGUF file, or the checkpoint in a folder, is still what it was: over names, sizes and 256 samples of
+    each file, as all of a large one would take minutes to read."""
+    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        if file.suffix not in _OF_CHECKPOINTS:
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            for place in range(0, size, max(_SAMPLE, size // 256)):
+                opened.seek(place)
+                digest.update(opened.read(_SAMPLE))
+    return digest.hexdigest()
+
+
 def _plain(ids: Any) -> Any:
     """Token ids, or one of them, that are of no type of Python's own: of torch, of numpy or what a tokenizer returns."""
     if isinstance(ids, BatchEncoding):
@@ -95,7 +119,7 @@ def check_out(out: Path, settings: Mapping[str, Any]) -> None:
     if not isinstance(before, dict):
         raise ValueError(f"{file} must be the JSON object that a training wrote, and is none")
     other = [
-        "the prompts" if name == "prompts_sha256" else f"{name} ({before.get(name)!r} before, {value!r} now)"
+        _HASHES.get(name) or f"{name} ({before.get(name)!r} before, {value!r} now)"
         for name, value in settings.items()
         if before.get(name) != value
     ]

@@ -28,7 +28,7 @@ from .answers import Answer, answer_prompts
 from .card import card
 from .eagle3 import Eagle3Training, check_start
 from .eagle3_files import save_eagle3
-from .files import SAVING, begin, check_out, no_room, replacing, settings_of
+from .files import SAVING, begin, check_out, checkpoint_digest, no_room, replacing, settings_of
 from .hidden import KeptTexts
 from .loop import Schedule, is_done, train
 from .objectives import DraftModelTraining, MedusaTraining, MlpTraining, check_num_layers
@@ -62,6 +62,9 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     _check_prompts(prompts)
     shared = [field.name for field in fields(options) if field.metadata.get("part_of_settings", True)]
     settings = settings_of({name: getattr(options, name) for name in shared}, prompts)
+    for role, name in (("target", options.target), ("start_from", options.start_from)):
+        if name is not None and (path := Path(name).expanduser()).exists():
+            settings[f"{role}_sha256"] = checkpoint_digest(path)
     check_out(out, settings)
     start = None
     if options.start_from is not None:
