@@ -11,6 +11,7 @@ import atexit
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -98,6 +99,9 @@ def _leave() -> None:
     if dist.is_initialized() and not hasattr(sys, "last_type"):
         clear_all()
         dist.destroy_process_group()
+        # Its threads live on where a model's slices refer to it. One that has yet to let go of the last message waits for the
+        # interpreter to do so, and would abort the process if it found that gone.
+        time.sleep(0.1)
 
 
 class Ranks:
