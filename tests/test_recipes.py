@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,11 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     fake.parent.mkdir()
     text = 100 * "x"  # so much of it that no pipe holds all
     fake.write_text(
-        f'#!/bin/bash\nprintf "%s\\n" "$*" >> "$COMMANDS"\ncase $4 in *.jsonl) seq -f "%.0f {text}" 4000 > "$4" ;; esac\n'
+        f"""#!/bin/bash
+printf "%s\\n" "$*" >> "$COMMANDS"
+name=${{4##*/}}  # one seed gives the prompts of another one again
+case $4 in *.jsonl) seq -f "%.0f ${{name/ninth_14/lk}} {text}" 4000 > "$4" ;; esac
+"""
     )
     fake.chmod(0o755)
     commands, out = tmp_path / "commands", tmp_path / "out"
@@ -112,9 +117,15 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
         ["--seed", "11", "--templates", "400"],
         ["--count", "1000", "--seed", "11"],
         ["--seed", "12", "--only", "coding"],
+        ["--seed", "14", "--templates", "800"],
+        ["--count", "2200", "--seed", "14"],
+        ["--seed", "15", "--only", "coding"],
+        ["--seed", "16", "--templates", "800"],
+        ["--count", "2200", "--seed", "16"],
+        ["--seed", "17", "--only", "coding"],
     ]
     train = typer.main.get_command(cli.app).commands["train"]
-    runs = first, second, third, fourth, fifth, sixth, seventh, eighth = tuple(
+    runs = first, second, third, fourth, fifth, sixth, seventh, eighth, ninth = tuple(
         train.make_context("train", words[3:]).params for words in trainings
     )
     for options in runs:
@@ -125,9 +136,10 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     assert fifth["start_from"] == str(fourth["out"]) == f"{out}/fourth"
     assert sixth["start_from"] == str(fifth["out"]) == f"{out}/fifth"
     assert seventh["start_from"] == str(sixth["out"]) == f"{out}/sixth"
-    assert eighth["start_from"] == str(seventh["out"]) == f"{out}/seventh" and str(eighth["out"]) == f"{out}/head"
-    assert [options["learn_prompts"] for options in runs] == [False, False] + [True] * 6
-    assert [options["loss"] for options in runs] == ["kl"] * 7 + ["lk"]
+    assert eighth["start_from"] == str(seventh["out"]) == f"{out}/seventh"
+    assert ninth["start_from"] == str(eighth["out"]) == f"{out}/eighth" and str(ninth["out"]) == f"{out}/head"
+    assert [options["learn_prompts"] for options in runs] == [False, False] + [True] * 6 + [False]
+    assert [options["loss"] for options in runs] == ["kl"] * 7 + ["lk"] * 2
     read = [Path(options["prompts"]).read_text().splitlines() for options in runs]
     assert [len(lines) for lines in read] == [
         3072,
@@ -138,8 +150,10 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
         1536 + 4000,
         12000,
         12000,
+        4608,
     ]
-    invented_ones = [f"{number} {text}" for number in range(1, 4001)]
+    assert not set(read[-1]) & set(chain.from_iterable(read[:-1]))
+    invented_ones = [f"{number} invented.jsonl {text}" for number in range(1, 4001)]
     assert sorted(read[2]) == sorted([*read[0], *invented_ones])
     assert sorted(read[3]) == sorted([*(out / "real.jsonl").read_text().splitlines(), *invented_ones])
     held = [round(o["validation_share"] * len(lines)) for o, lines in zip((second, third), read[1:], strict=False)]

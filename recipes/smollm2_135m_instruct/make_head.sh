@@ -31,6 +31,14 @@ python -m recipes.smollm2_135m_instruct.more_texts --out "$out/lk_texts.jsonl" -
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/lk_templates.jsonl" --count 1000 --seed 11
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/lk_code.jsonl" --count 150 --seed 12 --only coding
 cat "$out"/lk_{texts,templates,code}.jsonl | shuf --random-source=<(yes) > "$out/eighth.jsonl"
+for seed in 14 16; do
+    python -m recipes.smollm2_135m_instruct.more_texts --out "$out/ninth_${seed}_texts.jsonl" --texts "$out/texts" --count 3600 --seed $seed --templates 800
+    python -m recipes.smollm2_135m_instruct.prompts --out "$out/ninth_${seed}_templates.jsonl" --count 2200 --seed $seed
+    python -m recipes.smollm2_135m_instruct.prompts --out "$out/ninth_${seed}_code.jsonl" --count 300 --seed $((seed + 1)) --only coding
+done
+cat "$out"/{templates,real,more,other,code,last_*,lk_*}.jsonl > "$out/earlier.jsonl"  # other seeds give some of them again
+cat "$out"/ninth_{14,16}_{texts,templates,code}.jsonl | awk '!seen[$0]++' | grep -vxFf "$out/earlier.jsonl" \
+    | shuf --random-source=<(yes) | sed -n '1,4608p' > "$out/ninth.jsonl"
 
 common=(--freeze-head --num-steps 3 --tokens-per-batch 2048)
 python -m engine train eagle3 --prompts "$out/first.jsonl" --out "$out/first" "${common[@]}" \
@@ -47,5 +55,7 @@ python -m engine train eagle3 --prompts "$out/sixth.jsonl" --out "$out/sixth" "$
     --start-from "$out/fifth" --epochs 1 --learning-rate 0.0005 --learn-prompts --validation-share 0.05
 python -m engine train eagle3 --prompts "$out/seventh.jsonl" --out "$out/seventh" "${common[@]}" \
     --start-from "$out/sixth" --epochs 2 --learning-rate 0.0007 --learn-prompts --validation-share 0.03
-python -m engine train eagle3 --prompts "$out/eighth.jsonl" --out "$out/head" "${common[@]}" \
+python -m engine train eagle3 --prompts "$out/eighth.jsonl" --out "$out/eighth" "${common[@]}" \
     --start-from "$out/seventh" --epochs 2 --learning-rate 0.0007 --learn-prompts --validation-share 0.0746 --loss lk
+python -m engine train eagle3 --prompts "$out/ninth.jsonl" --out "$out/head" "${common[@]}" \
+    --start-from "$out/eighth" --epochs 2 --learning-rate 0.0007 --validation-share 0.054 --loss lk
