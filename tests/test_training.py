@@ -566,6 +566,22 @@ def test_a_target_with_other_weights_than_before(target: Path, whole: Path, tmp_
     assert files_of(out) == before
 
 
+def test_a_packaged_head_to_start_from_that_is_another_than_before(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with another version of this package."""
+    seen = []
+    monkeypatch.setattr(run, "check_out", lambda out, settings: seen.append(settings["start_from_sha256"]))
+    head = tmp_path / "head"
+    head.mkdir()
+    for content in ("{}", "[]"):
+        (head / "config.json").write_text(content)
+        monkeypatch.setattr(run, "find_head", {"some-head": head}.get)
+        with pytest.raises(OSError, match="some-head"):
+            train_drafter(PROMPTS, tmp_path / "out", options(target, start_from="some-head"))
+    assert len(set(seen)) == 2
+
+
 @pytest.mark.usefixtures("no_plot")
 @pytest.mark.parametrize("part, size", [("training", 0), ("training", -100), ("validation", 1000)])
 def test_hidden_states_that_are_cut_off(part: str, size: int, target: Path, whole: Path, tmp_path: Path) -> None:

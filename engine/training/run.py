@@ -22,6 +22,7 @@ from .. import load
 from ..drafters.eagle import EagleDrafter
 from ..drafters.eagle_model import usual_layers
 from ..drafters.named import named
+from ..heads import find_head
 from ..prompts import encode
 from ..support import vocab_size
 from .answers import Answer, answer_prompts
@@ -63,7 +64,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     shared = [field.name for field in fields(options) if field.metadata.get("part_of_settings", True)]
     settings = settings_of({name: getattr(options, name) for name in shared}, prompts)
     for role, name in (("target", options.target), ("start_from", options.start_from)):
-        if name is not None and (path := Path(name).expanduser()).exists():
+        if name is not None and (path := find_head(name) or Path(name).expanduser()).exists():
             settings[f"{role}_sha256"] = checkpoint_digest(path)
     check_out(out, settings)
     start = None
