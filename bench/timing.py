@@ -39,10 +39,15 @@ class Timing:
 
 @dataclass(frozen=True)
 class Contender:
-    """What one repetition runs, and how many calls that is: its time is divided by them."""
+    """What one repetition runs, and how many calls that is: its time is divided by them.
+
+    Attributes:
+        holds: calls whose tensors a CUDA graph reads and writes by address, which must not be given to anybody else.
+    """
 
     run: Call
     calls: int = 1
+    holds: Sequence[Call] = ()
 
     @staticmethod
     def in_turn(calls: Sequence[Call], at_least: int = 1) -> "Contender":
@@ -135,7 +140,7 @@ def capture(calls: Sequence[Call]) -> tuple[Contender, Any]:
     first = graph.record(work)
     graph.replay()
     torch.cuda.synchronize()
-    return Contender(graph.replay, len(several)), first
+    return Contender(graph.replay, len(several), holds=calls), first
 
 
 def l2_bytes() -> int:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from pretend_tensors import Device, OnCuda
 from tiny_models import CONFIGS, GROUPED_EXPERTS, perturbed, tiny
 
 import engine
-from bench import attention_cases, end_to_end, targets
+from bench import attention_cases, end_to_end, targets, timing
 from bench.drafter_cases import ON_THE_HOST, drafters
 from bench.figures import Figures
 from engine.draft_length import FixedLength
@@ -139,6 +140,17 @@ def test_after_a_warm_up_prompts_find_their_kernels_compiled(
     params = engine.SamplingParams(max_new_tokens=2)
     llm.generate([[5] * 40, [6] * 20, [7], [8] * 10, [9] * 3], params)
     assert kinds == compiled and len(kinds) > 3
+
+
+def test_a_graph_that_is_timed_keeps_what_it_reads_and_writes(device: Device) -> None:
+    """Else its memory is another's by the time it is replayed."""
+    copies = timing.device_copies(64, 3)
+    known = [weakref.ref(call) for call in copies]
+    contender, _ = timing.capture(copies)
+    del copies
+    gc.collect()
+    assert all(call() is not None for call in known)
+    contender.run()
 
 
 class Pauses(FixedLength):
