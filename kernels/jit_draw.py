@@ -162,17 +162,17 @@ def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inv
 
 @triton.jit
 def choose_block(log_mass, noise, NUM_BLOCKS: tl.constexpr):
-    """The first level of a draw: a block by its log mass [NUM_BLOCKS], -inf where there is none."""
+    """The first level of a draw: a block by its log mass [NUM_BLOCKS], -inf where there is none; and whether there is any mass."""
     words = philox_words(tl.arange(0, NUM_BLOCKS // 4).to(tl.int64) + BLOCK_LEVEL, noise)
-    value = log_mass + gumbel(words)
-    return tl.min(tl.where(value == tl.max(value, axis=0), tl.arange(0, NUM_BLOCKS), NO_ID), axis=0)
+    top, block = tl.max(log_mass + gumbel(words), axis=0, return_indices=True)
+    return block, top > float("-inf")
 
 
 @triton.jit
-def choose_token(log_weight, ids, first, noise, BLOCK: tl.constexpr):
+def choose_token(log_weight, first, noise, BLOCK: tl.constexpr):
     """The second level: a token of the block from `first` on by its log weight [BLOCK]."""
-    value = log_weight + race(first, noise, BLOCK)
-    return tl.min(tl.where(value == tl.max(value, axis=0), ids, NO_ID), axis=0)
+    _, place = tl.max(log_weight + race(first, noise, BLOCK), axis=0, return_indices=True)
+    return first + place
 
 
 @triton.jit
@@ -185,9 +185,11 @@ def draw_in_two_levels(rows, batch, column, row, memory, threshold, left_out, in
     mass = fetch(blocks_at(memory, BLOCK_MASS, row) + block, inside, 0.0)
     best = finite(tl.max(peak, axis=0))
     log_mass = tl.where(mass > 0, (peak - best) * inverse_temperature + tl.log(mass), float("-inf"))
-    first = choose_block(log_mass, noise, NUM_BLOCKS) * BLOCK
+    chosen, found = choose_block(log_mass, noise, NUM_BLOCKS)
+    first = chosen * BLOCK
     ids = first + tl.arange(0, BLOCK)
     x = read(rows, batch, column, ids)
     x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
-    weight = (x - finite(tl.max(x, axis=0))) * inverse_temperature
-    return choose_token(weight, ids, first, noise, BLOCK), tl.max(log_mass, axis=0) > float("-inf")
+    # Any logit near the largest will do to keep the differences exact.
+    weight = (x - finite(fetch(blocks_at(memory, BLOCK_PEAK, row) + chosen, True, 0.0))) * inverse_temperature
+    return choose_token(weight, first, noise, BLOCK), found

@@ -136,23 +136,33 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
 @triton.jit
 def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, by_count, wanted,
            SHIFT: tl.constexpr):  # fmt: skip
-    """The largest key in [low, high) at or above which there is enough, and the mass at or above it."""
+    """The largest key in [low, high) at or above which there is enough, and the mass at or above it.
+
+    The first contenders, mostly all of them, stay in registers."""
     lane = tl.arange(0, _AT_ONCE)
-    mass = over_mass + within_mass
+    x = tl.load(values + lane, mask=lane < found, other=float("-inf"))
+    amount = tl.where(
+        by_count, 1.0, weight_of(x, best, inverse_temperature)
+    )  # a number of tokens, too, is exact in float32
+    more, lowest = tl.where(by_count, over.to(tl.float32), over_mass), low
     while high > low + 1:
         middle = middle_of(low, high)
         least = key_logit(middle, SHIFT)
-        counts, masses = tl.zeros([_AT_ONCE], tl.int32), tl.zeros([_AT_ONCE], tl.float32)
-        for start in range(0, found, _AT_ONCE):
-            x = tl.load(values + start + lane, mask=start + lane < found, other=float("-inf"))
-            counts += (x >= least).to(tl.int32)
-            masses += tl.where(x >= least, weight_of(x, best, inverse_temperature), 0.0)
-        here = over_mass + tl.sum(masses, axis=0)
-        amount = tl.where(by_count, (over + tl.sum(counts, axis=0)).to(tl.float32), here)
-        enough = amount >= wanted
+        amounts = tl.where(x >= least, amount, 0.0)
+        for start in range(_AT_ONCE, found, _AT_ONCE):
+            y = tl.load(values + start + lane, mask=start + lane < found, other=float("-inf"))
+            amounts += tl.where(y >= least, tl.where(by_count, 1.0, weight_of(y, best, inverse_temperature)), 0.0)
+        enough = more + tl.sum(amounts, axis=0) >= wanted
         low = tl.where(enough, middle, low)
-        mass = tl.where(enough, here, mass)
         high = tl.where(enough, high, middle)
+    mass = over_mass + within_mass
+    if low > lowest:
+        least = key_logit(low, SHIFT)
+        masses = tl.where(x >= least, weight_of(x, best, inverse_temperature), 0.0)
+        for start in range(_AT_ONCE, found, _AT_ONCE):
+            y = tl.load(values + start + lane, mask=start + lane < found, other=float("-inf"))
+            masses += tl.where(y >= least, weight_of(y, best, inverse_temperature), 0.0)
+        mass = over_mass + tl.sum(masses, axis=0)
     return low, mass
 
 

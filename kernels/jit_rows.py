@@ -175,9 +175,9 @@ def lowest_id(value, top, ids):
 
 
 @triton.jit
-def total_mass(peak, mass, best, inverse_temperature, axis: tl.constexpr):
-    """sum of mass exp((peak - best) / T) over blocks."""
-    return tl.sum(tl.where(mass > 0, mass * tl.exp((peak - best) * inverse_temperature), 0.0), axis=axis)
+def scaled_mass(peak, mass, best, inverse_temperature):
+    """mass exp((peak - best) / T) of blocks."""
+    return tl.where(mass > 0, mass * tl.exp((peak - best) * inverse_temperature), 0.0)
 
 
 @triton.jit
@@ -282,7 +282,7 @@ def fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS: tl.constexpr):
     argmax = fetch(as_int(blocks_at(memory, BLOCK_ARGMAX, row)) + block, inside, NO_ID)
     best = tl.max(peak, axis=0)
     argmax = tl.min(tl.where(peak == best, argmax, NO_ID), axis=0)
-    return best, total_mass(peak, mass, best, inverse_temperature, 0), argmax
+    return best, tl.sum(scaled_mass(peak, mass, best, inverse_temperature), axis=0), argmax
 
 
 @triton.jit

@@ -19,6 +19,8 @@ from .jit_rows import (
     ROW_WINNER,
     as_int,
     block_heat,
+    block_max,
+    block_sum,
     blocks_at,
     fetch,
     fetch_stats,
@@ -28,7 +30,7 @@ from .jit_rows import (
     read,
     read_at,
     row_at,
-    total_mass,
+    scaled_mass,
 )
 from .records import Status
 
@@ -83,6 +85,21 @@ def fetch_rows(row, inside, memory):
 
 
 @triton.jit
+def fetch_blocks(memory, FIELD: tl.constexpr, row, known, block, other):
+    """A field of blocks `block` [N, 1, 32] of the rows of a sequence, row [WIDTH]: [N, WIDTH, 32]; `other` where not `known`.
+
+    A warp then has whole rows, as it has whole blocks of a tile. Without the hint Triton distributes the first axis over the warps."""
+    at = tl.max_contiguous((row * memory[2])[None, :, None] + block, [1, 2, 32])
+    return fetch(blocks_at(memory, FIELD, 0) + at, known, other)
+
+
+@triton.jit
+def row_blocks(start, AT_ONCE: tl.constexpr):
+    """Numbers of AT_ONCE blocks from `start` on, [AT_ONCE / 32, 1, 32]."""
+    return start + (tl.arange(0, AT_ONCE // 32) * 32)[:, None, None] + tl.arange(0, 32)[None, None, :]
+
+
+@triton.jit
 def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD: tl.constexpr, WIDTH: tl.constexpr,
                 AT_ONCE: tl.constexpr):  # fmt: skip
     """As `fetch_rows`, for rows that have no work of their own: from the stats of their blocks, AT_ONCE blocks at a time.
@@ -91,22 +108,22 @@ def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
     best, own = tl.full([WIDTH], float("-inf"), tl.float32), tl.full([WIDTH], NO_ID, tl.int32)
     total, heat = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
     for start in range(0, memory[2], AT_ONCE):
-        block = start + tl.arange(0, AT_ONCE)[None, :]
-        known = inside[:, None] & (block < memory[2])
-        peak = fetch(blocks_at(memory, BLOCK_PEAK, row[:, None]) + block, known, float("-inf"))
-        mass = fetch(blocks_at(memory, BLOCK_MASS, row[:, None]) + block, known, 0.0)
-        higher = tl.maximum(best, tl.max(peak, axis=1))
+        block = row_blocks(start, AT_ONCE)
+        known = inside[None, :, None] & (block < memory[2])
+        peak = fetch_blocks(memory, BLOCK_PEAK, row, known, block, float("-inf"))
+        mass = fetch_blocks(memory, BLOCK_MASS, row, known, block, 0.0)
+        higher = tl.maximum(best, block_max(peak))
         # Below -1000, exp is 0, also times any finite number. Without the bound, a mass times the lowest float would not be finite.
         colder = tl.where(total > 0, tl.maximum((best - higher) * inverse_temperature, -1000.0), 0.0)
         if METHOD == "typical":
-            cooler = tl.where(mass > 0, tl.maximum((peak - higher[:, None]) * inverse_temperature, -1000.0), 0.0)
-            its_heat = fetch(blocks_at(memory, BLOCK_HEAT, row[:, None]) + block, known, 0.0)
-            its_heat = tl.sum(tl.exp(cooler) * (its_heat + mass * cooler), axis=1)
+            cooler = tl.where(mass > 0, tl.maximum((peak - higher[None, :, None]) * inverse_temperature, -1000.0), 0.0)
+            its_heat = fetch_blocks(memory, BLOCK_HEAT, row, known, block, 0.0)
+            its_heat = block_sum(tl.exp(cooler) * (its_heat + mass * cooler))
             heat = tl.exp(colder) * (heat + total * colder) + its_heat
-        total = tl.exp(colder) * total + total_mass(peak, mass, higher[:, None], inverse_temperature, 1)
+        total = tl.exp(colder) * total + block_sum(scaled_mass(peak, mass, higher[None, :, None], inverse_temperature))
         if greedy:
-            argmax = fetch(as_int(blocks_at(memory, BLOCK_ARGMAX, row[:, None])) + block, known, NO_ID)
-            its_own = tl.min(tl.where(peak == higher[:, None], argmax, NO_ID), axis=1)
+            argmax = fetch_blocks(memory, BLOCK_ARGMAX, row, known, block, 0.0).to(tl.int32, bitcast=True)
+            its_own = tl.min(tl.min(tl.where(known & (peak == higher[None, :, None]), argmax, NO_ID), axis=0), axis=1)
             own = tl.where(best == higher, tl.minimum(own, its_own), its_own)
         best = higher
     entropy = tl.zeros([WIDTH], tl.float32)

@@ -37,7 +37,7 @@ from .jit_rows import (
     row_at,
     tile_ids,
 )
-from .jit_verify import block_length, store_verdict
+from .jit_verify import block_length, fetch_blocks, row_blocks, store_verdict
 from .records import Status
 
 _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
@@ -63,12 +63,13 @@ def _draw_from_residual(rows, draft, batch, column, mass, shifts, inverse_temper
                         NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A token drawn from the row's residual, whose blocks have the masses `mass` [NUM_BLOCKS], and whether there is any."""
     log_mass = tl.where(mass > 0, tl.log(mass), float("-inf"))
-    start = choose_block(log_mass, noise, NUM_BLOCKS) * BLOCK
+    block, found = choose_block(log_mass, noise, NUM_BLOCKS)
+    start = block * BLOCK
     ids = start + tl.arange(0, BLOCK)
     x, y = read(rows, batch, column, ids), read(draft, batch, column, ids)
     log_p, ratio = residual_weights(x, y, shifts, inverse_temperature, FILTERED)
     weight = tl.where(ratio < 1, log_p / LOG2_E + log1m(tl.where(ratio < 1, ratio, 0.0)), float("-inf"))
-    return choose_token(weight, ids, start, noise, BLOCK), tl.max(log_mass, axis=0) > float("-inf")
+    return choose_token(weight, start, noise, BLOCK), found
 
 
 # Which arguments are specialised: see row_stats_kernel.
@@ -153,9 +154,9 @@ def _decide(
         prefix = tl.load(row_at(memory, ROW_PREFIX, row), mask=inside, other=1.0)
         mass = tl.zeros([WIDTH], tl.float32)
         for start in range(0, memory[2], AT_ONCE):
-            block = start + tl.arange(0, AT_ONCE)[None, :]
-            known = (column < pending)[:, None] & (block < memory[2])
-            mass += tl.sum(fetch(blocks_at(memory, BLOCK_RESIDUAL_MASS, row[:, None]) + block, known, 0.0), axis=1)
+            block = row_blocks(start, AT_ONCE)
+            known = (column < pending)[None, :, None] & (block < memory[2])
+            mass += block_sum(fetch_blocks(memory, BLOCK_RESIDUAL_MASS, row, known, block, 0.0))
         count = block_length(prefix, mass, pending, seed, first, column)
         rejected = count < pending
         flags = tl.where(rejected, 0, flags)

@@ -198,7 +198,7 @@ def verify(
         temperature=rows["temperature"],
         **verdict._asdict(),
         WIDTH=lanes(width),
-        AT_ONCE=min(shape["NUM_BLOCKS"], max(16, 512 // lanes(width))),
+        AT_ONCE=max(32, min(shape["NUM_BLOCKS"], 2048 // lanes(width))),
         METHOD=method,
     )
     with torch.cuda.device_of(target_logits):
