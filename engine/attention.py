@@ -161,7 +161,7 @@ def _parts(plan: CallPlan, rows: slice, width: int, mask: Tensor, group: int, dt
     return found
 
 
-def _ragged(
+def attend_ragged(
     module: torch.nn.Module,
     query: Tensor,  # [B, heads, W, D]
     key: Tensor,  # [slots, K/V heads, capacity, D], the whole buffers
@@ -192,7 +192,7 @@ def _ragged(
 
 
 AttentionInterface.register(GROUPED, attend_grouped)
-AttentionInterface.register(RAGGED, _ragged)
+AttentionInterface.register(RAGGED, attend_ragged)
 
 
 class AttentionSwitch:

@@ -1,7 +1,9 @@
 """The only door to `engine.kernels`: everything else in the engine imports the operations from here."""
 
 from engine.kernels.attention_ops import MAX_HEAD_DIM, ragged_attention, scatter_kv
+from engine.kernels.layer_ops import gated_silu, rms_norm, rotate
 from engine.kernels.ops import row_stats, sample, verify
+from engine.kernels.ops import use_triton as uses_kernels
 from engine.kernels.philox import DRAFT, SAMPLE
 from engine.kernels.records import FATAL_STATUS, Draws, RowStats, Status, Verdict
 from engine.kernels.workspace import reserve as reserve_counters
@@ -15,10 +17,14 @@ __all__ = [
     "RowStats",
     "Status",
     "Verdict",
+    "gated_silu",
     "ragged_attention",
     "reserve_counters",
+    "rms_norm",
+    "rotate",
     "row_stats",
     "sample",
     "scatter_kv",
+    "uses_kernels",
     "verify",
 ]

@@ -42,18 +42,27 @@ def fuse_layers(model: nn.Module) -> int:
 
     All stay as they are if the first cannot be fused, or gives something else then.
     """
-    layers: list[Any] = [module for module in model.modules() if type(module).__name__ in _LIKE_LLAMA]
+    return fuse(model, LayerParts.of)
+
+
+def fuse(model: nn.Module, parts_of: Callable[[Any], Any]) -> int:
+    """The same with the parts that a function finds in a layer; layers that are fused already are those of their first class."""
+    layers: list[Any] = [module for module in model.modules() if _own_class(module).__name__ in _LIKE_LLAMA]
     try:
-        parts = [LayerParts.of(layer) for layer in layers]
+        parts = [parts_of(layer) for layer in layers]
         if layers:
             _check(layers[0], parts[0])
     except Exception as error:  # a release of transformers may have changed anything
         logger.info("%s is not fused: %s", type(layers[0]).__name__, error)
         return 0
     for layer, own in zip(layers, parts, strict=True):
-        layer.__class__ = _fused(type(layer))
+        layer.__class__ = _fused(_own_class(layer))
         layer.parts = own
     return len(layers)
+
+
+def _own_class(module: nn.Module) -> type:
+    return type(module).__bases__[1] if isinstance(module, _Fused) else type(module)
 
 
 def usable_parts(layer: Any, past_key_values: Any) -> "LayerParts | None":
@@ -61,7 +70,7 @@ def usable_parts(layer: Any, past_key_values: Any) -> "LayerParts | None":
     parts: LayerParts | None = getattr(layer, "parts", None)
     if parts is None or torch.compiler.is_compiling() or not is_own_call(past_key_values) or parts.touched():
         return None
-    return None if past_key_values.whole_buffers else parts  # where a head has been moved to a GPU
+    return parts if parts.on_gpu == past_key_values.whole_buffers else None  # a head may have been moved to a GPU
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -107,8 +116,42 @@ class _Norm:
 
 
 @dataclass(frozen=True)
-class LayerParts:
+class WatchedModules:
+    """Those of a layer, to see whether they are what they were."""
+
+    places: tuple[tuple[dict[str, Any], str, nn.Module], ...]  # of all modules in the layer
+    hooks: tuple[dict[int, Any], ...]  # of these, but for the next
+    attention_hooks: dict[int, Any]
+
+    @staticmethod
+    def watch(layer: Any) -> dict[str, Any]:
+        """The fields."""
+        places = [
+            (parent._modules, name, child) for parent in layer.modules() for name, child in parent.named_children()
+        ]
+        hooks = [found for *_, module in places for found in (module._forward_pre_hooks, module._forward_hooks)]
+        seen = layer.self_attn._forward_hooks
+        return dict(
+            places=tuple(places), hooks=tuple(found for found in hooks if found is not seen), attention_hooks=seen
+        )
+
+    def touched(self) -> bool:
+        """Whether a module has been replaced, or has got another forward, or somebody wants to see what it is given.
+
+        transformers itself hooks attention where hidden states are asked for, to see its weights, if they are too.
+        """
+        if any(self.hooks) or _has_any_global_hook():
+            return True
+        if any(found.get(name) is not module or "forward" in module.__dict__ for found, name, module in self.places):
+            return True
+        return any(not f"{hook.__module__}.".startswith("transformers.") for hook in self.attention_hooks.values())
+
+
+@dataclass(frozen=True)
+class LayerParts(WatchedModules):
     """What a layer consists of, looked up once: finding an attribute takes a module its time."""
+
+    on_gpu = False
 
     self_attn: nn.Module
     index: int  # of the layer, in a cache
@@ -126,9 +169,6 @@ class LayerParts:
     before_mlp: _Norm
     of_queries: _Norm | None
     of_keys: _Norm | None
-    places: tuple[tuple[dict[str, Any], str, nn.Module], ...]  # of all modules in the layer
-    hooks: tuple[dict[int, Any], ...]  # of these, but for the next
-    attention_hooks: dict[int, Any]
 
     @classmethod
     def of(cls, layer: Any) -> "LayerParts":
@@ -141,10 +181,6 @@ class LayerParts:
         if (implementation := attention.config._attn_implementation) != "sdpa":
             raise ValueError(f"its attention is {implementation!r}")
         normed = hasattr(attention, "q_norm")
-        places = [
-            (parent._modules, name, child) for parent in layer.modules() for name, child in parent.named_children()
-        ]
-        hooks = [found for *_, module in places for found in (module._forward_pre_hooks, module._forward_hooks)]
         return cls(
             self_attn=attention,
             index=attention.layer_idx,
@@ -162,21 +198,13 @@ class LayerParts:
             before_mlp=_Norm.of(layer.post_attention_layernorm),
             of_queries=_Norm.of(attention.q_norm) if normed else None,
             of_keys=_Norm.of(attention.k_norm) if normed else None,
-            places=tuple(places),
-            hooks=tuple(found for found in hooks if found is not attention._forward_hooks),
-            attention_hooks=attention._forward_hooks,
+            **cls.watch(layer),
         )
 
-    def touched(self) -> bool:
-        """Whether a module has been replaced, or has got another forward, or somebody wants to see what it is given.
-
-        transformers itself hooks attention where hidden states are asked for, to see its weights, if they are too.
-        """
-        if any(self.hooks) or _has_any_global_hook():
-            return True
-        if any(found.get(name) is not module or "forward" in module.__dict__ for found, name, module in self.places):
-            return True
-        return any(not f"{hook.__module__}.".startswith("transformers.") for hook in self.attention_hooks.values())
+    def layer(self, hidden: Tensor, position_embeddings: Any, mask: Any, past_key_values: Any) -> Tensor:
+        """What the whole layer makes of hidden states [B, W, H]."""
+        hidden = hidden + self.attention(self.before_attention(hidden), position_embeddings, mask, past_key_values)
+        return hidden + self.mlp(hidden)
 
     def attention(
         self,
@@ -189,6 +217,10 @@ class LayerParts:
         query, key, value = self.heads(normed, *position_embeddings)
         keys, values = past_key_values.ragged_layers[self.index].update(key, value)
         attended, _ = attend_grouped(self.self_attn, query, keys, values, mask, self.scaling)
+        return self.joined(attended)
+
+    def joined(self, attended: Tensor) -> Tensor:
+        """The output of attention, [B, W, H], from that of its heads, [B, W, heads, head_dim]."""
         return self.output.multiply(attended.flatten(2))
 
     def heads(self, normed: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,9 +266,7 @@ class _Fused(nn.Module):
                 use_cache=use_cache, position_embeddings=position_embeddings, **others,
             )  # fmt: skip
             return output
-        normed = parts.before_attention(hidden_states)
-        hidden_states = hidden_states + parts.attention(normed, position_embeddings, attention_mask, past_key_values)
-        return hidden_states + parts.mlp(hidden_states)
+        return parts.layer(hidden_states, position_embeddings, attention_mask, past_key_values)
 
     def __reduce__(self) -> Any:  # its class is in no module where pickle would find it
         return _unfilled, (type(self).__bases__[1],), self.__dict__
@@ -271,22 +301,24 @@ def _product(*layers: Any) -> Product:
 
 
 @torch.no_grad()
-def _check(layer: Any, parts: LayerParts) -> None:
+def _check(layer: Any, parts: Any) -> None:
     """Hold a layer and its parts, for a few random rows, against what its modules give.
 
     Raises:
         ValueError: if they differ by more than rounding.
     """
     own = torch.Generator().manual_seed(0)  # whoever draws from torch's sees nothing of this
-    size, width = len(parts.before_mlp.weight), layer.self_attn.q_proj.in_features
+    weight, width = layer.post_attention_layernorm.weight, layer.self_attn.q_proj.in_features
+    size = len(weight)
 
     def random(size: int) -> Tensor:
-        return torch.rand((1, 3, size), generator=own, device="cpu").sub_(0.5).to(parts.before_mlp.weight.dtype)
+        return torch.rand((1, 3, size), generator=own, device="cpu").sub_(0.5).to(weight)
 
     def attention(normed: Tensor) -> Tensor:
         query, key, value = parts.heads(normed, *angles)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True, scale=parts.scaling, enable_gqa=True)
-        return parts.output.multiply(attended.transpose(1, 2).flatten(2))
+        output: Tensor = parts.joined(attended.transpose(1, 2))
+        return output
 
     hidden, normed, angles = random(size), random(width), (random(parts.head_dim), random(parts.head_dim))
     others = dict(position_embeddings=angles, attention_mask=None)

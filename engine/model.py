@@ -14,6 +14,7 @@ from .cache import RaggedCache
 from .compiled import CompiledForward
 from .decoder_layers import DecoderLayers, outputs_of
 from .errors import UnsupportedModelError
+from .gpu_layers import fuse_gpu_layers
 from .hidden_states import HiddenStates
 from .support import (
     OWN_MASK,
@@ -105,6 +106,8 @@ class RaggedModel:
         self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
         self._attention = AttentionSwitch(model, self.cache, ragged=uses_ragged_kernel(model))
         self.cache.whole_buffers = self._attention.ragged
+        if self.cache.whole_buffers:
+            fuse_gpu_layers(model)
         unpadded = self._attention.unpadded and needs_no_padding(model)
         self.skips_padding = not exact and unpadded
         self._hidden: list[HiddenStates] = []

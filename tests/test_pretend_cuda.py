@@ -24,6 +24,7 @@ from engine.serving import Server
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8]]
+LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # whose layers are fused
 
 
 @pytest.fixture
@@ -63,6 +64,9 @@ def check_text(
             llm = engine.load(model, drafter=drafter(model), **options)
         if where == "cuda":
             assert llm._server._round.graphs.enabled and llm._server._late and llm._target.cache.whole_buffers
+            fused = [module for module in model.modules() if type(module).__name__.startswith("Fused")]
+            assert len(fused) == (model.config.num_hidden_layers if name in LIKE_LLAMA else 0)
+            assert all(layer.parts.on_gpu for layer in fused)
             monkeypatch.setattr(Server, "_launch", watched)
         texts.append([output.token_ids for output in llm.generate(PROMPTS, params)])
     assert texts[0] == texts[1]
