@@ -118,7 +118,8 @@ class Results:
             # were rejected or not even verified, with 0, but 0 * NaN is NaN. So the row goes on without drafts, and fails only
             # if its logits are no distribution then either.
             cache.clear(slot, self._state.seq_lens[slot])
-            self._state.without_drafts[slot] = request.without_drafts = True
+            self._state.without_drafts[slot].fill_(True)
+            request.without_drafts = True
             new_tokens = tokens[:accepted]
         if status & _INVALID_DRAFT and not self._warned:
             self._warned = True

@@ -260,7 +260,7 @@ class Server:
             if request.ended:
                 request.stats.total_seconds = self._seconds() - request.started
                 scheduler.release(request)
-                self._state.limits[request.slot] = 0
+                self._state.limits[request.slot].zero_()  # to assign 0 would wait for the round under way
                 rejected = request.stats.draft_tokens > request.stats.accepted_tokens
                 if rejected or self._late:  # as the next round is under way
                     self._slots.unclean.add(request.slot)

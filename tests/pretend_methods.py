@@ -60,7 +60,8 @@ def set_item(device: Device, tensor: torch.Tensor, index: Any, value: Any) -> No
         aten.index_put_(view, left, value.to(tensor.dtype))
     elif isinstance(value, torch.Tensor):
         aten.copy_(view, value)
-    else:
+    else:  # torch makes a tensor of the number on the host, and copies it
+        device.wait("a number is copied to the device")
         aten.fill_(view, value)
 
 
