@@ -17,6 +17,7 @@ from bench import attention_cases, end_to_end, targets, timing
 from bench.drafter_cases import ON_THE_HOST, drafters
 from bench.figures import Figures
 from engine.draft_length import FixedLength
+from engine.gpu_layers import GpuLayerParts
 from engine.graphs import Graphs
 from engine.kernels import attention
 from engine.model import RaggedModel
@@ -155,6 +156,28 @@ def test_a_graph_that_is_timed_keeps_what_it_reads_and_writes(device: Device) ->
     gc.collect()
     assert all(call() is not None for call in known)
     contender.run()
+
+
+@pytest.mark.parametrize("name", LIKE_LLAMA)
+def test_layers_are_fused_while_nobody_watches_their_modules(
+    device: Device, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, params = target(name).to("cuda"), engine.SamplingParams(max_new_tokens=3)
+    calls: list[Any] = []
+    layer = GpuLayerParts.layer
+
+    def counted(self: GpuLayerParts, *given: Any) -> Any:
+        calls.append(self)
+        return layer(self, *given)
+
+    monkeypatch.setattr(GpuLayerParts, "layer", counted)
+    tokens = engine.load(model, drafter=None, exact=False).generate(PROMPTS[0], params).token_ids
+    layers = model.model.layers
+    assert {id(each.parts) for each in layers} == set(map(id, calls))
+    calls.clear()
+    layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert engine.load(model, drafter=None, exact=False).generate(PROMPTS[0], params).token_ids == tokens
+    assert {id(each.parts) for each in layers[1:]} == set(map(id, calls))
 
 
 class Pauses(FixedLength):
