@@ -223,9 +223,9 @@ class Server:
         same_shapes = self._round.graphs.enabled or self._round.target.exact
         first = 0 if same_shapes else min(running)
         rows = slice(first, self._slots.num_rows(1 + max(running)))
-        state = self._slots.select(rows, list(running.values()), unread)
         processors = ((slot - first, request.params.logits_processor) for slot, request in running.items())
-        return replace(state, processors=tuple(each for each in processors if each[1] is not None)), first
+        own = tuple(each for each in processors if each[1] is not None)
+        return self._slots.select(rows, list(running.values()), unread, own), first
 
     def _num_draft_tokens(self, running: dict[int, Request], state: BatchState, queued: bool) -> int:
         """Tokens to draft in a round; `queued`: some requests are yet to run, so that free slots are wanted."""

@@ -1,6 +1,7 @@
 """What slots hold: the state of their rows, and room for their texts in the caches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -89,13 +90,16 @@ class Slots:
             return slice(first, last + 1)
         return to_device([request.slot for request in requests], self._device)
 
-    def select(self, rows: slice | Tensor, requests: Sequence[Request], unread: int = 0) -> BatchState:
+    def select(
+        self, rows: slice | Tensor, requests: Sequence[Request], unread: int = 0, processors: tuple[Any, ...] = ()
+    ) -> BatchState:
         """The state of some slots.
 
         Args:
             rows: the slots.
             requests: those that are in them, at least one.
             unread: tokens that may have been added to each row and that the host does not know yet.
+            processors: as in the state.
         """
         params = [request.params for request in requests]
         longest = max(min(request.length + unread, request.limit) for request in requests)
@@ -106,6 +110,7 @@ class Slots:
             max_text_length=longest,
             max_limit=max(request.limit for request in requests),
             filtered=any(p.temperature and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
+            processors=processors,
             penalised=any(p.repetition_penalty != 1 for p in params),
             logprobs=any(p.logprobs for p in params),
             all_greedy=all(p.temperature == 0 for p in params),
