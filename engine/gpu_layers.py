@@ -113,7 +113,10 @@ class GpuLayerParts(WatchedModules):
 
     def _mlp(self, normed: Tensor) -> Tensor:
         own = self.mlp_modules
-        gate, up = own.gate_proj(normed), own.up_proj(normed)
+        gate, up = (
+            own.gate_proj(normed).contiguous(),
+            own.up_proj(normed).contiguous(),
+        )  # packed, they are parts of one tensor
         output: Tensor = own.down_proj(gated_silu(gate, up) if self.is_silu else own.act_fn(gate) * up)
         return output
 

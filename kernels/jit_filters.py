@@ -141,9 +141,8 @@ def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse
     The first contenders, mostly all of them, stay in registers."""
     lane = tl.arange(0, _AT_ONCE)
     x = tl.load(values + lane, mask=lane < found, other=float("-inf"))
-    amount = tl.where(
-        by_count, 1.0, weight_of(x, best, inverse_temperature)
-    )  # a number of tokens, too, is exact in float32
+    # A number of tokens, too, is exact in float32.
+    amount = tl.where(by_count, 1.0, weight_of(x, best, inverse_temperature))
     more, lowest = tl.where(by_count, over.to(tl.float32), over_mass), low
     while high > low + 1:
         middle = middle_of(low, high)
