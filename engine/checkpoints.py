@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
 
 from . import parallel
+from .cpu_layers import fuse_cpu_layers
 from .errors import UnsupportedModelError
-from .fused_layers import fuse_layers
 from .hub import existing_path, naming_errors
 from .packing import pack_linears
 from .support import check_config
@@ -73,7 +73,7 @@ def read_checkpoint(
     if not options:  # slices are where they belong
         model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
         pack_linears(model)
-        fuse_layers(model)
+        fuse_cpu_layers(model)
     return Checkpoint(model, tokenizer)
 
 

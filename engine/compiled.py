@@ -1,7 +1,7 @@
 """A target that `torch.compile` has compiled, for CPUs.
 
 A decode call of a small model consists of many small operations: of the 20 ms that SmolLM2-135M takes for one token in bf16
-on 2 cores with AVX-512, with fused layers (fused_layers.py), matrix products have 14 and attention 2. Compiled, what is between
+on 2 cores with AVX-512, with fused layers (cpu_layers.py), matrix products have 14 and attention 2. Compiled, what is between
 those becomes few loops of C++.
 
 Products of packed layers (packing.py) and attention over the cache (attention.py) stay what they are: in a graph, each is one

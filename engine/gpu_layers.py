@@ -4,7 +4,7 @@ A captured round costs no host time per operation, but a GPU takes 2 us for each
 8B took 245 us each for one token, of which reading their weights takes 150; the rest were some 30 launches for norms, rotary
 embedding, activation and sums, which are 5 here (kernels/layers.py). Results are rounded where transformers rounds them.
 
-Layers keep their modules, as in fused_layers.py, and run as they are in everybody else's calls.
+How layers are fused, and when they run as they are: fused_layers.py.
 """
 
 from dataclasses import dataclass

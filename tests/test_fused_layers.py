@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import engine
 from engine import fused_layers
-from engine.fused_layers import LayerParts, fuse_layers, rms_norm
+from engine.cpu_layers import CpuLayerParts, fuse_cpu_layers, rms_norm
 from engine.model import RaggedModel
 from engine.packing import pack_linears
 
@@ -35,13 +35,13 @@ def fused(model: Any) -> list[Any]:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets the number of columns whenever a layer runs fused."""
     made: list[int] = []
-    attention = LayerParts.attention
+    attention = CpuLayerParts.attention
 
-    def counted(self: LayerParts, normed: Tensor, *others: Any) -> Tensor:
+    def counted(self: CpuLayerParts, normed: Tensor, *others: Any) -> Tensor:
         made.append(normed.shape[1])
         return attention(self, normed, *others)
 
-    monkeypatch.setattr(LayerParts, "attention", counted)
+    monkeypatch.setattr(CpuLayerParts, "attention", counted)
     return made
 
 
@@ -88,13 +88,13 @@ def test_logits_differ_by_rounding_from_those_of_the_modules(
     model = tiny(name, dtype=dtype, max_position_embeddings=512, **CHANGES[name])
     if not pack_linears(model):
         pytest.skip(f"no packed layout for {dtype}")
-    assert fuse_layers(model) == 2
+    assert fuse_cpu_layers(model) == 2
     ragged = RaggedModel(model, num_slots=2)
     ragged.cache.reserve(320)
     texts = torch.randint(3, 60, (2, 10 + width), generator=torch.Generator().manual_seed(0))
     logits = []
     for touched in (False, True):  # then the modules themselves run
-        monkeypatch.setattr(LayerParts, "touched", lambda self, touched=touched: touched)
+        monkeypatch.setattr(CpuLayerParts, "touched", lambda self, touched=touched: touched)
         ragged.prefill(texts, [(0, 10), (0, 4)], slice(0, 2))
         start, valid = torch.tensor([10, 4]), torch.tensor([width, max(width - 2, 1)])
         tokens = torch.stack([texts[0, 10 : 10 + width], texts[1, 4 : 4 + width]])
@@ -274,14 +274,14 @@ def test_a_layer_that_gives_something_else_is_left_as_it_is(caplog: pytest.LogCa
     ):
         caplog.clear()
         with caplog.at_level(logging.INFO, "engine.fused_layers"):
-            assert fuse_layers(model(change)) == 0
+            assert fuse_cpu_layers(model(change)) == 0
         assert f"LlamaDecoderLayer is not fused: {reason}" in caplog.text
-    assert fuse_layers(model(lambda layer: None)) == 2
+    assert fuse_cpu_layers(model(lambda layer: None)) == 2
     unchanged = model(lambda layer: None)
     with torch.device("meta"):  # as a program may by torch.set_default_device
-        assert fuse_layers(unchanged) == 2
-    assert fuse_layers(tiny("llama", dtype=torch.float32)) == 0  # not packed
-    assert fuse_layers(tiny("gpt2", dtype=torch.float32)) == 0
+        assert fuse_cpu_layers(unchanged) == 2
+    assert fuse_cpu_layers(tiny("llama", dtype=torch.float32)) == 0  # not packed
+    assert fuse_cpu_layers(tiny("gpt2", dtype=torch.float32)) == 0
 
 
 def test_a_live_model_is_left_as_it_is() -> None:
@@ -293,7 +293,7 @@ def test_a_live_model_is_left_as_it_is() -> None:
 def test_a_copy_has_parts_of_its_own() -> None:
     model = tiny("llama", dtype=torch.float32)
     pack_linears(model)
-    fuse_layers(model)
+    fuse_cpu_layers(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -313,7 +313,7 @@ def test_a_packed_and_fused_model_can_be_copied_and_pickled(way: str, dtype: tor
     model = tiny("qwen2", dtype=dtype)
     if not pack_linears(model):
         pytest.skip(f"no packed layout for {dtype}")
-    fuse_layers(model)
+    fuse_cpu_layers(model)
     other = copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))
     assert type(other.model.layers[0]) is type(model.model.layers[0]) and not other.model.layers[0].parts.touched()
     expected = model.state_dict()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backend import sample
 from ..config import check_bool, check_instance
-from ..fused_layers import fuse_layers
+from ..cpu_layers import fuse_cpu_layers
 from ..graphs import bucket
 from ..hidden_states import HiddenStates
 from ..model import RaggedModel, last_valid
@@ -104,7 +104,7 @@ class EagleDrafter:
         output = self._borrow(target)
         self._vocabulary = DraftVocabulary(self.model.target_ids, target.vocab_size, output)
         pack_linears(self.model)
-        fuse_layers(self.model)
+        fuse_cpu_layers(self.model)
         if not config.last_state_normed:
             layers = tuple(layer + (layer == count) for layer in layers)
         self._hidden = target.keep_hidden_states(layers)

@@ -175,9 +175,10 @@ class EagleModel(PreTrainedModel):
         cache = shared["past_key_values"]
         if (parts := usable_parts(layer, cache)) is not None:
             hidden = residual + parts.attention(both, shared["position_embeddings"], shared["attention_mask"], cache)
-            return hidden + parts.mlp(hidden)
+            output: Tensor = hidden + parts.mlp(hidden)
+            return output
         hidden = residual + layer.self_attn(hidden_states=both, **shared)[0]
-        output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        output = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return output
 
     def normed(self, hidden: Tensor) -> Tensor:
