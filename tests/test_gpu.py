@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import perturbed, random_prompts, tiny
+from training_cases import PROMPTS, log_of, options, write_target
 from transformers import PreTrainedModel
 
 import engine
 from bench.drafter_cases import ON_THE_HOST, drafters
 from engine.graphs import Graphs, clear_all
 from engine.model import EXACT_KV_GRANULARITY, RaggedModel
+from engine.training.options import METHODS
+from engine.training.run import train_drafter
 
 pytestmark = pytest.mark.gpu
 CAPTURED = sorted(set(drafters(tiny("llama"))) - set(ON_THE_HOST))
@@ -156,3 +159,16 @@ def test_a_failing_capture_leaves_the_stream_as_it_was() -> None:
     done = subprocess.run([sys.executable, "-c", FAILING], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "CUDA graphs are off" in done.stderr
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafters_are_trained(method: str, tmp_path: Path) -> None:
+    """On the device they learn what they learn on a CPU, up to rounding."""
+    target = write_target(tmp_path / "target")
+    losses = {}
+    for device in ("cpu", "cuda"):
+        out = train_drafter(PROMPTS, tmp_path / device, options(target, method, device=device, temperatures=(0.0,)))
+        losses[device] = [record["validation"]["loss"] for record in log_of(out) if "validation" in record]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.05)
+    llm = engine.load(str(target), drafter=str(tmp_path / "cuda"), device="cuda")
+    assert llm.generate(PROMPTS[:2], engine.SamplingParams(max_new_tokens=8))[0].stats.new_tokens == 8
