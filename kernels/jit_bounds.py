@@ -50,8 +50,14 @@ def flat(number, x, SIZE: tl.constexpr):
     With any order allowed, elements stay in the registers where they are. To get the same order, both are packed into one tensor
     meanwhile."""
     both = (number.to(tl.int64) << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    both = tl.reshape(both, [SIZE], can_reorder=True) if _ANY_ORDER else tl.reshape(both, [SIZE])
+    both = as_vector(both, SIZE)
     return (both >> 32).to(tl.int32), both.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_vector(x, SIZE: tl.constexpr):
+    """A tensor of SIZE elements as a vector, in an arbitrary order: where that is possible, elements stay in the registers where they are."""
+    return tl.reshape(x, [SIZE], can_reorder=True) if _ANY_ORDER else tl.reshape(x, [SIZE])
 
 
 @triton.jit

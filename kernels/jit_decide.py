@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .jit_draw import draw_in_two_levels, leave_kept_masses
+from .jit_draw import block_masses, draw_in_two_levels, kept_masses
 from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
 from .jit_rows import ROW_LSE, ROW_PENDING, ROW_PREFIX, ROW_THRESHOLD, as_int, pick, read_at, row_at
 from .jit_verify import block_length, draft_prefix, fetch_rows, fit_drafts, from_blocks, read_drafts, store_verdict
@@ -18,7 +18,8 @@ _EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
 def decide(
     rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, BY_ROW: tl.constexpr, LEAVE_OUT: tl.constexpr,
-    WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Test a sequence's drafts and emit its tokens. What needs the rows of draft logits is left to the second launch."""
     draft_tokens, draft, draft_threshold, draft_lse, seed, position, inverse_temperature, greedy = sequence
@@ -84,16 +85,18 @@ def decide(
         if valid & (not greedy) & (not deferred):
             row_threshold = pick(threshold, here)
             left_out = tl.where(rejected, pick(token, here), -1)
+            decider = batch * width + count
             if FILTERED:
-                leave_kept_masses(
-                    rows, batch, count, batch * width + count, memory, row_threshold, left_out, inverse_temperature,
-                    NUM_BLOCKS, BLOCKS, BLOCK,
+                peaks, masses = kept_masses(
+                    rows, batch, count, decider, memory, row_threshold, left_out, inverse_temperature,
+                    NUM_BLOCKS, NUM_GROUPS, BLOCKS,
                 )  # fmt: skip
+            else:
+                peaks, masses = block_masses(decider, memory, NUM_BLOCKS)
             noise = (seed, first + count, tl.where(rejected, first, 0), tl.where(rejected, RESIDUAL, SAMPLE))
             drawn, found = draw_in_two_levels(
-                rows, batch, count, batch * width + count, memory, row_threshold, left_out, inverse_temperature,
-                noise, NUM_BLOCKS, BLOCK,
-            )  # fmt: skip
+                rows, batch, count, peaks, masses, row_threshold, left_out, inverse_temperature, noise, BLOCK
+            )
             # If no other token than the rejected one has a probability, p is all on the rejected one.
             next_token = tl.where(found, drawn.to(tl.int64), left_out)
             flag |= tl.where(found, 0, _EMPTY_RESIDUAL)

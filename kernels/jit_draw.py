@@ -12,22 +12,34 @@ out the noise.
 import triton
 import triton.language as tl
 
-from .jit_groups import MOST_LISTED, STEP, fetch_group_peaks, fetch_list, group_ids, group_indices, leave_list, race_at
+from .jit_groups import (
+    GROUPS,
+    MOST_LISTED,
+    STEP,
+    fetch_group_peaks,
+    group_ids,
+    group_indices,
+    group_peaks_at,
+    list_groups,
+    listed_groups,
+    race_at,
+    search_at,
+)
 from .jit_random import BLOCK_LEVEL, exponential, first_arrivals, gumbel, philox_words, race, race_bound
 from .jit_rows import (
     BLOCK_MASS,
     BLOCK_PEAK,
     LANES,
+    LOG2_E,
     NO_ID,
     as_int,
-    block_ids,
     blocks_at,
     fetch,
     finite,
-    leave_masses,
     lowest_id,
     pick,
     read,
+    scaled_mass,
     tile_max,
     vocab_size_of,
 )
@@ -105,7 +117,7 @@ def _look_at_groups(top, winner, count, rows, batch, column, row, memory, thresh
     time = tl.load(at + MOST_LISTED, mask=listed, other=1.0)
     most = tl.load(at + 2 * MOST_LISTED, mask=listed, other=float("-inf"))
     group = first // LANES
-    ids = group_ids(group)
+    ids = group[:, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     bound = race_bound(time[:, :, None], philox_words(group_indices(group), noise))
     able = (most[:, :, None] + bound > top) & (ids != first[:, :, None])
     x = read(rows, batch, column, tl.where(able, ids, vocab_size_of(rows)))
@@ -139,25 +151,39 @@ def draw_by_token(rows, batch, column, row, memory, threshold, best, inverse_tem
 
 
 @triton.jit
-def leave_kept_masses(rows, batch, column, row, memory, threshold, left_out, inverse_temperature, NUM_BLOCKS: tl.constexpr,
-                      BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Leave peak and mass of each block of a row over the tokens with x >= threshold other than `left_out`.
+def block_masses(row, memory, NUM_BLOCKS: tl.constexpr):
+    """Peak and mass of each block of a row [NUM_BLOCKS], as its first reading has left them."""
+    block = tl.arange(0, NUM_BLOCKS)
+    inside = block < memory[2]
+    peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
+    return peak, fetch(blocks_at(memory, BLOCK_MASS, row) + block, inside, 0.0)
 
-    Reads only the blocks that have such tokens."""
-    every = tl.arange(0, NUM_BLOCKS)
-    peaks, masses = blocks_at(memory, BLOCK_PEAK, row) + every, blocks_at(memory, BLOCK_MASS, row) + every
-    peak = fetch(peaks, every < memory[2], float("-inf"))
-    chosen = (peak >= threshold) & (peak > float("-inf"))
-    count = leave_list(memory, row, chosen)  # has barriers: all threads have read what is now overwritten
-    tl.store(peaks, float("-inf"), mask=(every < memory[2]) & (chosen == 0))
-    tl.store(masses, 0.0, mask=(every < memory[2]) & (chosen == 0))
+
+@triton.jit
+def kept_masses(rows, batch, column, row, memory, threshold, left_out, inverse_temperature, NUM_BLOCKS: tl.constexpr,
+                NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    """As `block_masses`, over the tokens with x >= threshold other than `left_out`.
+
+    Reads only the groups that have such tokens. Overwrites their largest logits, and what the search has left of the row, which is room
+    for 3.6 million tokens."""
+    masses_at, last = search_at(memory, row), memory[2] * GROUPS
+    count = list_groups(memory, row, threshold, NUM_GROUPS)
     for start in range(0, count, BLOCKS):
-        block = fetch_list(memory, row, start + tl.arange(0, BLOCKS), count, memory[2])
-        ids = block_ids(block, BLOCK)
+        group = listed_groups(memory, row, start, count, BLOCKS)
+        ids = group_ids(group)
         x = read(rows, batch, column, ids)
         x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
-        leave_masses(x, None, block, row, memory, inverse_temperature)
+        peak = tl.max(x, axis=1)
+        mass = tl.sum(tl.exp2((x - finite(peak)[:, None]) * (inverse_temperature * LOG2_E)), axis=1)
+        tl.store(group_peaks_at(memory, row) + group, peak, mask=group < last)
+        tl.store(masses_at + group, mass, mask=group < last)
     tl.debug_barrier()  # they are read by other threads than wrote them
+    every = tl.arange(0, NUM_BLOCKS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    peaks = fetch_group_peaks(memory, row, every)
+    kept = (peaks >= threshold) & (peaks > float("-inf"))
+    masses = fetch(masses_at + every, kept, 0.0)
+    best = tl.max(tl.where(kept, peaks, float("-inf")), axis=1)
+    return best, tl.sum(scaled_mass(peaks, masses, best[:, None], inverse_temperature), axis=1)
 
 
 @triton.jit
@@ -176,20 +202,17 @@ def choose_token(log_weight, first, noise, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def draw_in_two_levels(rows, batch, column, row, memory, threshold, left_out, inverse_temperature, noise,
-                       NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A token drawn from a row whose blocks have left their masses, and whether there is any. Reads one block."""
-    block = tl.arange(0, NUM_BLOCKS)
-    inside = block < memory[2]
-    peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
-    mass = fetch(blocks_at(memory, BLOCK_MASS, row) + block, inside, 0.0)
+def draw_in_two_levels(
+    rows, batch, column, peak, mass, threshold, left_out, inverse_temperature, noise, BLOCK: tl.constexpr
+):
+    """A token drawn from a row whose blocks have these peaks and masses [NUM_BLOCKS], and whether there is any. Reads one block."""
     best = finite(tl.max(peak, axis=0))
     log_mass = tl.where(mass > 0, (peak - best) * inverse_temperature + tl.log(mass), float("-inf"))
-    chosen, found = choose_block(log_mass, noise, NUM_BLOCKS)
+    chosen, found = choose_block(log_mass, noise, mass.shape[0])
     first = chosen * BLOCK
     ids = first + tl.arange(0, BLOCK)
     x = read(rows, batch, column, ids)
     x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
     # Any logit near the largest will do to keep the differences exact.
-    weight = (x - finite(fetch(blocks_at(memory, BLOCK_PEAK, row) + chosen, True, 0.0))) * inverse_temperature
-    return choose_token(weight, first, noise, BLOCK), found
+    near = tl.max(tl.where(tl.arange(0, mass.shape[0]) == chosen, peak, float("-inf")), axis=0)
+    return choose_token((x - finite(near)) * inverse_temperature, first, noise, BLOCK), found

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from .jit_bounds import (
+    as_vector,
     flat,
     groups_bound,
     key_logit,
@@ -33,59 +34,66 @@ from .jit_bounds import (
     sampled_bounds,
     weight_of,
 )
-from .jit_groups import CONTENDERS, STEP, fetch_group_peaks, group_ids, list_groups, listed_groups
-from .jit_rows import LANES, block_sum, read, vocab_size_of
+from .jit_groups import CONTENDERS, SAMPLES, fetch_group_peaks, list_groups, read_listed
+from .jit_rows import LANES, vocab_size_of
 
 _FEW = tl.constexpr(32)  # groups: tried first under top-p, as what they have fits into CONTENDERS
-_AT_ONCE = tl.constexpr(1024)  # contenders
+_AT_ONCE = tl.constexpr(512)  # contenders
 _CONTENDERS = tl.constexpr(CONTENDERS)
+_SAMPLES = tl.constexpr(SAMPLES)
 
 
 @triton.jit
-def _places(chosen):
-    """For int32 numbers of a step's tokens: the sum of those before each, in some fixed order of the tokens, and the sum of all."""
-    counts = tl.sum(chosen, axis=2)  # [2, BLOCKS]
-    totals = tl.sum(counts, axis=0)
-    first = (tl.cumsum(totals, axis=0) - totals)[None, :] + tl.cumsum(counts, axis=0) - counts
-    return first[:, :, None] + tl.cumsum(chosen, axis=2) - chosen, tl.sum(totals, axis=0)
+def _in_eights(x):
+    """The sums over 8 neighbours of x [BLOCKS, 256], which a thread has: [BLOCKS, 32]."""
+    return tl.sum(tl.reshape(x, [x.shape[0], LANES // 8, 8]), axis=2)
 
 
 @triton.jit
-def _sweep(rows, batch, column, row, memory, low, high, cut, best, inverse_temperature, SHIFT: tl.constexpr,
+def _sum(x):
+    """The sum of all elements of x [BLOCKS, N]."""
+    return tl.sum(tl.sum(x, axis=1), axis=0)
+
+
+@triton.jit
+def _sweep(rows, batch, column, row, memory, low, high, cut_off, best, inverse_temperature, SHIFT: tl.constexpr,
            NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """One reading of the groups that reach `low`. low and high are keys.
 
-    Returns count and mass of the logits at or above `high`, count and mass of those in [low, high), and the mass at or above the
-    logit `cut`, if there is one (too little where `cut` is below `low`). The logits in [low, high) are left as contenders, as far
-    as there is room."""
+    Returns count and mass of the logits at or above `high`, count [BLOCKS] and mass of those in [low, high), and the mass at or above
+    the logit `cut_off`, if there is one (too little where it is below `low`). The logits in [low, high) are left as contenders, each warp's
+    by themselves, as far as there is room."""
+    ROOM: tl.constexpr = _CONTENDERS // BLOCKS
     least, most = key_logit(low, SHIFT), key_logit(high, SHIFT)
     _, contenders = sample_and_contenders(memory, row)
-    over, found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    over_mass, within_mass = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32)
-    uncut_mass = tl.zeros([BLOCKS], tl.float32)
-    groups = list_groups(memory, row, least, NUM_GROUPS)
-    for start in range(0, groups, STEP * BLOCKS):
-        x = read(rows, batch, column, group_ids(listed_groups(rows, memory, row, start, groups, BLOCKS)))
-        weight = weight_of(x, best, inverse_temperature)
-        if cut is not None:
-            uncut_mass += block_sum(tl.where(x >= cut, weight, 0.0))
+    begin = tl.arange(0, BLOCKS)[:, None] * ROOM
+    found, over = tl.zeros([BLOCKS], tl.int32), tl.zeros([BLOCKS, LANES // 8], tl.int32)
+    over_mass, within_mass = tl.zeros([BLOCKS, LANES // 8], tl.float32), tl.zeros([BLOCKS, LANES // 8], tl.float32)
+    uncut_mass = tl.zeros([BLOCKS, LANES // 8], tl.float32)
+    count = list_groups(memory, row, least, NUM_GROUPS)
+    x = read_listed(rows, batch, column, memory, row, 0, count, BLOCKS)
+    for start in range(BLOCKS, count + BLOCKS, BLOCKS):
+        ahead = read_listed(rows, batch, column, memory, row, start, count, BLOCKS)  # on its way during what follows
         above = x >= most
         within = (x >= least) & (x < most) & (x > float("-inf"))
-        over_mass += block_sum(tl.where(above, weight, 0.0))
-        within_mass += block_sum(tl.where(within, weight, 0.0))
-        # Two counts in one number, which is enough: a step has 4096 tokens.
-        place, count = _places(tl.where(within, 1, tl.where(above, 1 << 16, 0)))
-        place, x = flat(tl.where(within, found + (place & 0xFFFF), _CONTENDERS), x, STEP * BLOCKS * LANES)
-        tl.store(contenders + place, x, mask=place < _CONTENDERS)
-        found += count & 0xFFFF
-        over += count >> 16
+        chosen = within.to(tl.int32)
+        at = found[:, None] + tl.cumsum(chosen, axis=1) - chosen
+        at, value = flat(tl.where(within & (at < ROOM), begin + at, _CONTENDERS), x, BLOCKS * LANES)
+        tl.store(contenders + at, value, mask=at < _CONTENDERS)
+        found += tl.sum(chosen, axis=1)
+        over += _in_eights(above.to(tl.int32))
+        weight = weight_of(x, best, inverse_temperature)
+        over_mass += _in_eights(tl.where(above, weight, 0.0))
+        within_mass += _in_eights(tl.where(within, weight, 0.0))
+        if cut_off is not None:
+            uncut_mass += _in_eights(tl.where(x >= cut_off, weight, 0.0))
+        x = ahead
     tl.debug_barrier()  # the contenders are read by other threads than wrote them
-    uncut_mass = tl.sum(uncut_mass, axis=0)
-    return over, tl.sum(over_mass, axis=0), found, tl.sum(within_mass, axis=0), uncut_mass
+    return _sum(over), _sum(over_mass), found, _sum(within_mass), _sum(uncut_mass)
 
 
 @triton.jit
-def _collect(rows, batch, column, row, memory, cut, best, total, inverse_temperature, by_count, wanted, lowest, highest,
+def _collect(rows, batch, column, row, memory, cut_off, best, total, inverse_temperature, by_count, wanted, lowest, highest,
              leave_top, SCALE: tl.constexpr, SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """Sweep until [low, high) is known to hold the threshold, and its logits are the contenders.
 
@@ -113,21 +121,21 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
             sample, samples, inverse_temperature, best, total, by_count, wanted, floor, highest, SCALE, SHIFT
         )  # fmt: skip
         high = tl.where(leave_top, tl.minimum(tl.maximum(perhaps, low) + 1, highest), highest)
-    over, found = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    over, found = tl.zeros([], tl.int32), tl.zeros([BLOCKS], tl.int32)
     over_mass, within_mass = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
     uncut_mass = tl.full([], -1.0, tl.float32)  # not known
     searching = low < high
     while searching:
         over, over_mass, found, within_mass, uncut_mass = _sweep(
-            rows, batch, column, row, memory, low, high, cut, best, inverse_temperature, SHIFT, NUM_GROUPS, BLOCKS
+            rows, batch, column, row, memory, low, high, cut_off, best, inverse_temperature, SHIFT, NUM_GROUPS, BLOCKS
         )  # fmt: skip
         more = tl.where(by_count, over.to(tl.float32), over_mass)
-        within = tl.where(by_count, found.to(tl.float32), within_mass)
+        within = tl.where(by_count, tl.sum(found, axis=0).to(tl.float32), within_mass)
         too_low = (more >= wanted) & (high < ceiling)
         too_high = (too_low == 0) & (more + within < wanted) & (low > floor)
         floor = tl.where(too_low, high, tl.where(too_high, floor, low))
         ceiling = tl.where(too_low, ceiling, tl.where(too_high, low, high))
-        searching = too_low | too_high | ((found > _CONTENDERS) & (high > low + 1))
+        searching = too_low | too_high | ((tl.max(found, axis=0) > _CONTENDERS // BLOCKS) & (high > low + 1))
         low = tl.where(searching & (ceiling > floor + 1), middle_of(floor, ceiling), floor)
         high = ceiling
     return low, high, over, over_mass, found, within_mass, uncut_mass
@@ -135,12 +143,15 @@ def _collect(rows, batch, column, row, memory, cut, best, total, inverse_tempera
 
 @triton.jit
 def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, by_count, wanted,
-           SHIFT: tl.constexpr):  # fmt: skip
+           ROOM: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
     """The largest key in [low, high) at or above which there is enough, and the mass at or above it.
 
-    The first contenders, mostly all of them, stay in registers."""
-    lane = tl.arange(0, _AT_ONCE)
-    x = tl.load(values + lane, mask=lane < found, other=float("-inf"))
+    The values are in lists [BLOCKS, ROOM], of which `found` [BLOCKS] count. The first of each, mostly all, stay in registers."""
+    EACH: tl.constexpr = _AT_ONCE // found.shape[0]  # values of a list at once
+    at = values + (tl.arange(0, found.shape[0]) * ROOM)[:, None] + tl.arange(0, EACH)[None, :]
+    left = found[:, None] - tl.arange(0, EACH)[None, :]
+    most = tl.max(found, axis=0)
+    x = as_vector(tl.load(at, mask=left > 0, other=float("-inf")), _AT_ONCE)
     # A number of tokens, too, is exact in float32.
     amount = tl.where(by_count, 1.0, weight_of(x, best, inverse_temperature))
     more, lowest = tl.where(by_count, over.to(tl.float32), over_mass), low
@@ -148,8 +159,8 @@ def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse
         middle = middle_of(low, high)
         least = key_logit(middle, SHIFT)
         amounts = tl.where(x >= least, amount, 0.0)
-        for start in range(_AT_ONCE, found, _AT_ONCE):
-            y = tl.load(values + start + lane, mask=start + lane < found, other=float("-inf"))
+        for start in range(EACH, most, EACH):
+            y = as_vector(tl.load(at + start, mask=left > start, other=float("-inf")), _AT_ONCE)
             amounts += tl.where(y >= least, tl.where(by_count, 1.0, weight_of(y, best, inverse_temperature)), 0.0)
         enough = more + tl.sum(amounts, axis=0) >= wanted
         low = tl.where(enough, middle, low)
@@ -158,8 +169,8 @@ def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse
     if low > lowest:
         least = key_logit(low, SHIFT)
         masses = tl.where(x >= least, weight_of(x, best, inverse_temperature), 0.0)
-        for start in range(_AT_ONCE, found, _AT_ONCE):
-            y = tl.load(values + start + lane, mask=start + lane < found, other=float("-inf"))
+        for start in range(EACH, most, EACH):
+            y = as_vector(tl.load(at + start, mask=left > start, other=float("-inf")), _AT_ONCE)
             masses += tl.where(y >= least, weight_of(y, best, inverse_temperature), 0.0)
         mass = over_mass + tl.sum(masses, axis=0)
     return low, mass
@@ -170,10 +181,10 @@ def _mass_from(rows, batch, column, row, memory, threshold, best, inverse_temper
                BLOCKS: tl.constexpr):  # fmt: skip
     """sum of exp((x - best) / T) over x >= threshold, in one sweep."""
     total = tl.zeros([BLOCKS], tl.float32)
-    groups = list_groups(memory, row, threshold, NUM_GROUPS)
-    for start in range(0, groups, STEP * BLOCKS):
-        x = read(rows, batch, column, group_ids(listed_groups(rows, memory, row, start, groups, BLOCKS)))
-        total += block_sum(tl.where(x >= threshold, weight_of(x, best, inverse_temperature), 0.0))
+    count = list_groups(memory, row, threshold, NUM_GROUPS)
+    for start in range(0, count, BLOCKS):
+        x = read_listed(rows, batch, column, memory, row, start, count, BLOCKS)
+        total += tl.sum(tl.where(x >= threshold, weight_of(x, best, inverse_temperature), 0.0), axis=1)
     return tl.sum(total, axis=0)
 
 
@@ -198,42 +209,44 @@ def find_threshold(
 
     threshold, mass = tl.full([], float("-inf"), tl.float32), total
     lowest, highest = logit_key(threshold, SHIFT), logit_key(best, SHIFT) + 1
-    cut, uncut_mass = None, tl.full([], -1.0, tl.float32)
+    cut_off, uncut_mass = None, tl.full([], -1.0, tl.float32)
     if min_p is not None:
-        cut = best + tl.div_rn(tl.log(tl.where(m > 0, m, 1.0)), inverse_temperature)
-        cut = tl.where(m > 0, cut, float("-inf"))
+        cut_off = best + tl.div_rn(tl.log(tl.where(m > 0, m, 1.0)), inverse_temperature)
+        cut_off = tl.where(m > 0, cut_off, float("-inf"))
     if (k > 0) | (p < 1):
         whole: tl.constexpr = SAMPLE_SHIFT == 0
         scale: tl.constexpr = 1 << SAMPLE_SHIFT
         sample, contenders = sample_and_contenders(memory, row)
+        ROOM: tl.constexpr = (_SAMPLES if whole else _CONTENDERS) // BLOCKS
         values = contenders
         if whole:
             values = sample
-        # `values` holds all logits in [low, high). There are `found` of them, and `over` more above.
-        low, over, found = lowest, tl.zeros([], tl.int32), tl.cdiv(vocab_size, scale).to(tl.int32)
+        # `values` holds all logits in [low, high), in lists of `found` [BLOCKS] each. There are `over` more above.
+        low, over = lowest, tl.zeros([], tl.int32)
+        found = tl.minimum(tl.maximum(vocab_size.to(tl.int32) - tl.arange(0, BLOCKS) * ROOM, 0), ROOM)
         for stage in range(2):  # top-k, top-p
             by_count = stage == 0
             if tl.where(by_count, k > 0, p < 1):
                 wanted = tl.where(by_count, k.to(tl.float32), p * mass)
                 high, over_mass, within_mass = highest, tl.zeros([], tl.float32), mass
                 # top-p goes on among the logits that top-k has collected, if these are all that it left.
-                collected = (by_count == 0) & (k > 0) & (over == 0) & (found <= _CONTENDERS)
+                collected = (by_count == 0) & (k > 0) & (over == 0) & (tl.max(found, axis=0) <= ROOM)
                 if not (collected | whole):
                     # scale * deviation**2 logits may be at or above the lower bound: the sample's count there may be 3 deviations
                     # above k / scale, and the row's number 3 deviations above that.
                     deviation = 3 + tl.sqrt(wanted / scale + 5.25)
                     leave_top = (p >= 1) | (by_count == 0) | (scale * deviation * deviation > _CONTENDERS)
                     low, high, over, over_mass, found, within_mass, uncut_mass = _collect(
-                        rows, batch, column, row, memory, cut, best, total, inverse_temperature, by_count, wanted, low, highest,
+                        rows, batch, column, row, memory, cut_off, best, total, inverse_temperature, by_count, wanted, low, highest,
                         leave_top, scale, SHIFT, NUM_GROUPS, BLOCKS,
                     )  # fmt: skip
                 low, mass = _halve(
-                    values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, by_count, wanted, SHIFT
+                    values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, by_count, wanted, ROOM, SHIFT
                 )  # fmt: skip
         threshold = key_logit(low, SHIFT)
     if min_p is not None:
-        if cut > threshold:
-            threshold, mass = cut, uncut_mass
+        if cut_off > threshold:
+            threshold, mass = cut_off, uncut_mass
             if mass < 0:
                 mass = _mass_from(
                     rows, batch, column, row, memory, threshold, best, inverse_temperature, NUM_GROUPS, BLOCKS

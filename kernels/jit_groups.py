@@ -3,13 +3,16 @@
 Few groups hold the tokens that filters keep of a language model's distribution, or that may win a draw. So the first reading of
 such a row leaves the largest logit of each group. Whatever reads the row again lists the groups that reach its bound, and reads
 only those.
+
+BLOCKS groups are read at once, as many as a tile has blocks. A warp then has whole groups, and need not wait for others on its way
+through the list.
 """
 
 import triton
 import triton.language as tl
 
 from . import philox
-from .jit_rows import BLOCK, LANES, TILE_BLOCKS, as_int, fetch, rest_at, vocab_size_of
+from .jit_rows import BLOCK, LANES, TILE_BLOCKS, as_int, fetch, read, rest_at
 
 GROUPS = tl.constexpr(BLOCK // LANES.value)  # of a block
 # float32 numbers of scratch memory per row that the search for a threshold needs in addition, 56 KiB together. They come first, so
@@ -18,8 +21,8 @@ GROUPS = tl.constexpr(BLOCK // LANES.value)  # of a block
 SAMPLES, CONTENDERS = 4096, 10240
 assert LANES.value == philox.GROUP  # groups of logits and groups of a race are the same
 SEARCH_ROOM = tl.constexpr(SAMPLES + CONTENDERS)
-MOST_LISTED = tl.constexpr(2 * TILE_BLOCKS)  # groups of a race that are listed at once
-STEP = tl.constexpr(2)  # STEP * BLOCKS groups are read at once: half as many tokens as a tile has
+STEP = tl.constexpr(2)  # STEP * BLOCKS groups of a race are read at once: half as many tokens as a tile has
+MOST_LISTED = tl.constexpr(STEP.value * TILE_BLOCKS)  # groups of a race that are listed at once
 
 
 @triton.jit
@@ -32,12 +35,6 @@ def search_at(memory, row):
 def group_peaks_at(memory, row):
     """Pointer to the largest logits of the groups of a row, float32 [GROUPS * blocks of a row]."""
     return search_at(memory, row) + memory[3]
-
-
-@triton.jit
-def list_at(memory, row):
-    """Pointer to the list of groups of a row that was made last, int32 [GROUPS * blocks of a row]."""
-    return as_int(group_peaks_at(memory, row) + memory[2] * GROUPS)
 
 
 @triton.jit
@@ -67,44 +64,44 @@ def fetch_group_peaks(memory, row, group):
 
 
 @triton.jit
-def leave_list(memory, row, chosen):
-    """Leave the list of the places where `chosen` [N] is true, and return how many they are. Overwrites the last list."""
-    places = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    tl.debug_barrier()  # all threads have read the last list
-    tl.store(list_at(memory, row) + places, tl.arange(0, chosen.shape[0]), mask=chosen)
-    tl.debug_barrier()  # they are read by other threads than wrote them
-    return tl.sum(chosen.to(tl.int32), axis=0)
-
-
-@triton.jit
-def fetch_list(memory, row, place, count, beyond):
-    """The entries of the list at places [...]; `beyond` from place `count` on."""
-    number = tl.load(list_at(memory, row) + place, mask=place < count, other=0)
-    return tl.where(place < count, number, beyond)
+def _list_at(memory, row):
+    """Pointer to the list of groups of a row that was made last, int32 [GROUPS * blocks of a row]."""
+    return as_int(group_peaks_at(memory, row) + memory[2] * GROUPS)
 
 
 @triton.jit
 def list_groups(memory, row, bound, NUM_GROUPS: tl.constexpr):
-    """List the groups of a row that have a logit >= bound other than -inf, and return how many they are."""
-    peaks = fetch_group_peaks(memory, row, tl.arange(0, NUM_GROUPS))
-    return leave_list(memory, row, (peaks >= bound) & (peaks > float("-inf")))
+    """List the groups of a row that have a logit >= bound other than -inf, and return how many they are. Overwrites the last list."""
+    group = tl.arange(0, NUM_GROUPS)
+    peaks = fetch_group_peaks(memory, row, group)
+    chosen = ((peaks >= bound) & (peaks > float("-inf"))).to(tl.int32)
+    place = tl.cumsum(chosen, axis=0) - 1
+    tl.debug_barrier()  # all threads have read the last list
+    tl.store(_list_at(memory, row) + place, group, mask=chosen != 0)
+    tl.debug_barrier()  # they are read by other threads than wrote them
+    return tl.sum(chosen, axis=0)
 
 
 @triton.jit
-def listed_groups(rows, memory, row, start, count, BLOCKS: tl.constexpr):
-    """The listed groups that are read at once, from place `start` of `count` on: [2, BLOCKS], in the layout of a tile, with half as
-    many tokens. After the last, a group beyond the vocabulary."""
-    place = start + tl.arange(0, STEP)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
-    return fetch_list(memory, row, place, count, tl.cdiv(vocab_size_of(rows), LANES))
+def listed_groups(memory, row, start, count, BLOCKS: tl.constexpr):
+    """The listed groups from place `start` of `count` on that are read at once [BLOCKS]; after the last a group beyond the vocabulary."""
+    place = start + tl.arange(0, BLOCKS)
+    return tl.load(_list_at(memory, row) + place, mask=place < count, other=memory[2] * GROUPS)
+
+
+@triton.jit
+def read_listed(rows, batch, column, memory, row, start, count, BLOCKS: tl.constexpr):
+    """The logits [BLOCKS, 256] of `listed_groups`, -inf beyond the vocabulary."""
+    return read(rows, batch, column, group_ids(listed_groups(memory, row, start, count, BLOCKS)))
 
 
 @triton.jit
 def group_ids(group):
-    """Token ids of groups [2, BLOCKS]: [2, BLOCKS, 256]."""
-    return group[:, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    """Token ids of groups [BLOCKS]: [BLOCKS, 256]."""
+    return group[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
 def group_indices(group):
-    """Random-number indices of groups [2, BLOCKS], four tokens to an index: [2, BLOCKS, 64]."""
+    """Random-number indices of groups [STEP, BLOCKS], four tokens to an index: [STEP, BLOCKS, 64]."""
     return group[:, :, None] * (LANES // 4) + tl.arange(0, LANES // 4)[None, None, :]

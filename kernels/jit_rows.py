@@ -163,9 +163,14 @@ def block_mass(x, peak, inverse_temperature):
 
 @triton.jit
 def block_heat(x, peak, inverse_temperature):
-    """sum of d exp(d) over each block of a tile x, d = (x - peak) / T: [BLOCKS], as peak; 0 where d = -inf."""
-    d = (x - finite(peak)[None, :, None]) * inverse_temperature
-    return block_sum(tl.where(d > float("-inf"), d * tl.exp(d), 0.0))
+    """sum of d exp(d) over each block of a tile x, d = (x - peak) / T: [BLOCKS], as peak."""
+    return block_sum(heat_of((x - finite(peak)[None, :, None]) * inverse_temperature))
+
+
+@triton.jit
+def heat_of(d):
+    """d exp(d), 0 where d = -inf."""
+    return tl.where(d > float("-inf"), d * tl.exp(d), 0.0)
 
 
 @triton.jit

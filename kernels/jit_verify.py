@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .jit_draw import draw_by_token
 from .jit_filters import filter_row
-from .jit_groups import STEP, group_ids, list_groups, listed_groups
+from .jit_groups import list_groups, read_listed
 from .jit_random import ACCEPT, uniforms
 from .jit_rows import (
     BLOCK_ARGMAX,
@@ -18,16 +18,15 @@ from .jit_rows import (
     ROW_THRESHOLD,
     ROW_WINNER,
     as_int,
-    block_heat,
     block_max,
     block_sum,
     blocks_at,
     fetch,
     fetch_stats,
     finite,
+    heat_of,
     log_sum_exp,
     pick,
-    read,
     read_at,
     row_at,
     scaled_mass,
@@ -66,10 +65,10 @@ def leave_row(
     if METHOD == "typical":
         heat = tl.zeros([], tl.float32)
         count = list_groups(memory, row, threshold, NUM_GROUPS)
-        for start in range(0, count, STEP * BLOCKS):
-            x = read(target, batch, column, group_ids(listed_groups(target, memory, row, start, count, BLOCKS)))
-            x = tl.where(x >= threshold, x, float("-inf"))
-            heat += tl.sum(block_heat(x, tl.zeros([BLOCKS], tl.float32) + best, inverse_temperature), axis=0)
+        for start in range(0, count, BLOCKS):
+            x = read_listed(target, batch, column, memory, row, start, count, BLOCKS)
+            d = (tl.where(x >= threshold, x, float("-inf")) - best) * inverse_temperature
+            heat += tl.sum(tl.sum(heat_of(d), axis=1), axis=0)
         tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - heat / total)
     tl.store(row_at(memory, ROW_THRESHOLD, row), threshold)
     tl.store(row_at(memory, ROW_LSE, row), log_sum_exp(best, total, inverse_temperature))

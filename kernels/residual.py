@@ -15,7 +15,7 @@ Programs of a sequence that the first launch has finished end at once.
 import triton
 import triton.language as tl
 
-from .jit_draw import choose_block, choose_token, draw_in_two_levels, leave_kept_masses
+from .jit_draw import block_masses, choose_block, choose_token, draw_in_two_levels, kept_masses
 from .jit_groups import SEARCH_ROOM
 from .jit_random import RESIDUAL, SAMPLE, log1m
 from .jit_rows import (
@@ -93,7 +93,7 @@ def residual_kernel(
     scratch, counters,
     num_rows, width, num_tiles, num_blocks,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows, drafts = (target, bias, mask, cu_num_logits, cu_num_logits), (draft, bias, mask, None, cu_num_logits)
     memory = (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
@@ -119,7 +119,8 @@ def residual_kernel(
             sequence = (draft_tokens, draft_threshold, draft_lse, tl.load(seed + batch), tl.load(position + batch))
             _decide(
                 rows, drafts, batch, width, pending, inverse_temperature, memory, sequence,
-                (tokens, num_accepted, status, logprobs), METHOD, FILTERED, WIDTH, AT_ONCE, NUM_BLOCKS, BLOCKS, BLOCK,
+                (tokens, num_accepted, status, logprobs), METHOD, FILTERED, WIDTH, AT_ONCE,
+                NUM_BLOCKS, NUM_GROUPS, BLOCKS, BLOCK,
             )  # fmt: skip
 
 
@@ -138,7 +139,7 @@ def _shifts(row, draft_row, memory, draft_threshold, draft_lse, METHOD: tl.const
 def _decide(
     rows, drafts, batch, width, pending, inverse_temperature, memory, sequence, outputs,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For a sequence whose residual masses are known: the next token, and under `block` how many drafts are accepted."""
     draft_tokens, draft_threshold, draft_lse, seed, first = sequence
@@ -176,12 +177,14 @@ def _decide(
     if valid & (not found):  # all drafts accepted, or no residual left by rounding: draw from p
         threshold = tl.load(row_at(memory, ROW_THRESHOLD, decider))
         if FILTERED:
-            leave_kept_masses(
-                rows, batch, count, decider, memory, threshold, -1, inverse_temperature, NUM_BLOCKS, BLOCKS, BLOCK
-            )  # fmt: skip
+            peaks, masses = kept_masses(
+                rows, batch, count, decider, memory, threshold, -1, inverse_temperature, NUM_BLOCKS, NUM_GROUPS, BLOCKS
+            )
+        else:
+            peaks, masses = block_masses(decider, memory, NUM_BLOCKS)
         noise = (seed, first + count, tl.where(rejected, first, 0), tl.where(rejected, RESIDUAL, SAMPLE))
         next_token, _ = draw_in_two_levels(
-            rows, batch, count, decider, memory, threshold, -1, inverse_temperature, noise, NUM_BLOCKS, BLOCK
+            rows, batch, count, peaks, masses, threshold, -1, inverse_temperature, noise, BLOCK
         )
     next_token = tl.where(valid, next_token.to(tl.int64), -1)
     store_verdict(

@@ -117,13 +117,13 @@ def verify_kernel(
             if arrive(counters + num_rows + batch, width):
                 decide(
                     rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
-                    METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, AT_ONCE, NUM_BLOCKS, BLOCKS, BLOCK,
+                    METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, AT_ONCE, NUM_BLOCKS, NUM_GROUPS, BLOCKS, BLOCK,
                 )  # fmt: skip
     else:
         if arrive(counters + num_rows + batch, width * num_tiles):
             decide(
                 rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
-                METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, AT_ONCE, NUM_BLOCKS, BLOCKS, BLOCK,
+                METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, AT_ONCE, NUM_BLOCKS, NUM_GROUPS, BLOCKS, BLOCK,
             )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def verify(
         verify_kernel[grid](**both, **shape, **filters, **thresholds)
         if draft_logits is not None:
             slots = 1 if method == "rejection" else width - 1
-            del shape["SHIFT"], shape["SAMPLE_SHIFT"], shape["NUM_GROUPS"]
+            del shape["SHIFT"], shape["SAMPLE_SHIFT"]
             residual_kernel[(shape["num_tiles"], slots, batch)](**both, **shape)
     return verdict
 
