@@ -276,8 +276,8 @@ def _statement(t: _Translation, text: str, line: int) -> str:
         values = ", ".join(t.operand(value, "u32") for value in t.values(operands[1]))
         return f"machine.store_matrix({t.address(operands[0], True)}, ({values},), {'trans' in modifiers}, {where})"
     if name == "bar" or (name == "barrier" and modifiers[0] == "sync"):
-        assert guard is None and operands == ["0"] and "warp" not in modifiers, text
-        return "machine.barrier()"
+        assert guard is None and operands == ["-1" if modifiers[0] == "warp" else "0"], text
+        return f"machine.barrier({modifiers[0] == 'warp'})"
     if name == "mov" and "{" in rest:
         if operands[0].startswith("{"):
             parts, bits = t.values(operands[0]), TYPES[type].itemsize * 8

@@ -3,7 +3,8 @@
 It reports what a real one answers with silent damage:
 
 - **Bounds**: an access outside the storages that the kernel was given, or not on a multiple of its size.
-- **Races within a block**: two threads touch a word, one of them writes something new, and no barrier lies between.
+- **Races within a block**: two threads touch a word, one of them writes something new, and no barrier lies between. Between threads
+  of one warp, the warp's own will do.
 - **Races between blocks**: a block reads or overwrites what another wrote without an acquire, behind which a barrier, of an
   atomic that the other released, with a barrier between the write and the release.
 - **Divergence**: a branch that some threads of a block take and others do not.
@@ -24,6 +25,7 @@ from torch import Tensor
 
 MANY = 0xFFF  # in place of a thread: several
 ATOMIC = 0xFFE  # an atomic's
+OF_A_WARP = 0x800  # and the number of a warp: several threads of it
 
 
 class KernelFault(Exception):
@@ -74,11 +76,15 @@ class Machine:
 
     def start(self, block: int) -> None:
         self.block, self.epoch = block, 0
+        self.since = 0  # the epoch that the last barrier of the whole block began
         self.pending: Array | None = None
         self.shared = Storage("shared memory", 0, np.full(self.shared_bytes, 0xA5, np.uint8), 1)
 
-    def barrier(self) -> None:
+    def barrier(self, of_warps: bool) -> None:
         self.epoch += 1
+        if of_warps:
+            return
+        self.since = self.epoch
         if self.pending is not None:
             np.maximum(self.known[self.block], self.pending, out=self.known[self.block])
             self.pending = None
@@ -199,10 +205,12 @@ class Machine:
         self._check_others(storage, storage.written[words], "store to", line)
         stamp = np.broadcast_to(self._stamp(thread)[:, None], words.shape)
         before = storage.was_read[words]
-        mine = (before >> 12 == self._stamp(0) >> 12) & (before != stamp)
-        storage.was_read[words] = np.where(mine, self._stamp(MANY), stamp)
-        clash = (storage.was_read[words] != stamp) & (storage.was_read[words] >> 12 == stamp >> 12)
-        storage.was_read[words[clash]] = self._stamp(MANY)
+        mine = self._since_barrier(before) & (before & 0xFFF != stamp & 0xFFF)
+        storage.was_read[words] = np.where(mine, self._several(before, stamp), stamp)
+        for apart in (False, True):  # if several threads read a word now: first any, then such of different warps
+            now = storage.was_read[words]
+            clash = _warp_of(now) != _warp_of(stamp) if apart else now & 0xFFF != stamp & 0xFFF
+            storage.was_read[words[clash]] = self._several(now, stamp)[clash]
 
     def _note_write(self, storage: Storage, at: Array, size: int, thread: Array, changes: Array, line: int) -> None:
         if storage.word > size:
@@ -212,17 +220,28 @@ class Machine:
         self._check_written(storage, news, author, line)
         self._check_others(storage, storage.written[words], "store to", line)
         self._check_others(storage, storage.was_read[news], "load from", line)
-        read = storage.was_read[news]
-        if ((read >> 12 == self._stamp(0) >> 12) & (read & 0xFFF != author[:, None])).any():
+        if self._unordered(storage.was_read[news], author).any():
             raise KernelFault(f"line {line}: a thread overwrites what another may not have read yet, in {storage.name}")
         storage.written[words] = np.broadcast_to(self._stamp(thread)[:, None], words.shape)
 
     def _check_written(self, storage: Storage, words: Array, thread: Array, line: int) -> None:
         """Nothing that another thread of this block wrote since the last barrier."""
-        written = storage.written[words]
-        bad = (written >> 12 == self._stamp(0) >> 12) & (written & 0xFFF != thread[:, None])
-        if bad.any():
+        if self._unordered(storage.written[words], thread).any():
             raise KernelFault(f"line {line}: no barrier since another thread wrote to {storage.name}")
+
+    def _since_barrier(self, touched: Array) -> Array:
+        """Whether words were touched by this block, and no barrier of the whole block lies between."""
+        return (touched >> 40 == self.block) & (touched >> 12 & 0xFFFFFFF >= self.since)
+
+    def _unordered(self, touched: Array, thread: Array) -> Array:
+        """Whether another thread of this block touched words [accesses, words of each], with no barrier between it and `thread`."""
+        of_warp = (_warp_of(touched) == thread[:, None] // WARP) & (touched >> 12 & 0xFFFFFFF < self.epoch)
+        return self._since_barrier(touched) & (touched & 0xFFF != thread[:, None]) & ~of_warp
+
+    def _several(self, touched: Array, stamp: Array) -> Array:
+        """The stamp of both who touched words before and who does now."""
+        warp = _warp_of(stamp)
+        return np.where(_warp_of(touched) == warp, self._stamp(OF_A_WARP + warp), self._stamp(MANY))
 
     def _check_others(self, storage: Storage, touched: Array, what: str, line: int) -> None:
         """Whatever another block did to the words `touched` is known to have happened before."""
@@ -238,7 +257,13 @@ class Machine:
             self.pending = clock.copy() if self.pending is None else np.maximum(self.pending, clock)
         if order in ("acq_rel", "release"):
             np.maximum(clock, self.known[self.block], out=clock)
-            clock[self.block] = max(clock[self.block], self.epoch)
+            clock[self.block] = max(clock[self.block], self.since)
+
+
+def _warp_of(stamp: Array) -> Array:
+    """The warp of a thread, or of several that are of one; else -1."""
+    thread = stamp & 0xFFF
+    return np.where(thread < OF_A_WARP, thread // WARP, np.where(thread < OF_A_WARP + WARP, thread - OF_A_WARP, -1))
 
 
 def storage_of(name: str, tensor: Tensor) -> Storage:

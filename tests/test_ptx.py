@@ -226,6 +226,47 @@ def test_races_in_a_block(barrier: int, message: str) -> None:
         run(body, ints())
 
 
+REVERSED_IN_A_WARP = REVERSED.replace("sub.s32 %r5, 63, %r1;", "xor.b32 %r5, %r1, 31;").replace(
+    "bar.sync 0;", "bar.warp.sync -1;"
+)
+
+
+def test_barriers_of_warps_order_a_warp() -> None:
+    values = ints()
+    run(REVERSED_IN_A_WARP, values)
+    assert torch.equal(values, ints().view(-1, 32).flip(1).flatten())
+
+
+@pytest.mark.parametrize("body, message", [
+    (REVERSED.replace("bar.sync 0;", "bar.warp.sync -1;"), "a thread overwrites what another may not have read yet"),
+    (REVERSED.replace("bar.sync 0;", "bar.warp.sync -1;").replace("bar.warp.sync -1;", "bar.sync 0;", 1), "no barrier since"),
+    (REVERSED_IN_A_WARP.replace("bar.warp.sync -1;", "", 1), "a thread overwrites what another may not have read yet"),
+    ("bar.warp.sync -1;".join(REVERSED_IN_A_WARP.split("bar.warp.sync -1;")[:2]) + REVERSED_IN_A_WARP.split("bar.warp.sync -1;")[2],
+     "no barrier since"),
+])  # fmt: skip
+def test_barriers_of_warps_order_nothing_else(body: str, message: str) -> None:
+    with pytest.raises(KernelFault, match=message):
+        run(body, ints())
+
+
+def test_words_that_a_warp_has_read_are_its_own_to_write() -> None:
+    """Several threads of a warp read a word, and behind the warp's barrier one of them writes it; other warps may not have read it."""
+    body = """
+        {which}
+        mad.wide.u32 %rd4, %r5, 4, %rd1;
+        ld.global.b32 %r4, [%rd4];
+        bar.warp.sync -1;
+        and.b32 %r6, %r1, 31;
+        setp.eq.s32 %p2, %r6, 0;
+        @%p2 st.global.b32 [%rd4], %r1;
+    """
+    values = ints()
+    run(body.format(which="shr.u32 %r5, %r1, 5;"), values)
+    assert values[:2].tolist() == [0, 32]
+    with pytest.raises(KernelFault, match=r"a thread overwrites what another may not have read yet|different values"):
+        run(body.format(which="mov.b32 %r5, 0;"), ints())
+
+
 def test_a_value_that_is_held_twice_is_stored_by_one_thread_before_another_has_read_it() -> None:
     """What Triton makes of load, compute, store of a tensor with fewer elements than the program has threads."""
     with pytest.raises(KernelFault, match="overwrites what another may not have read yet"):
