@@ -38,7 +38,7 @@ from .jit_groups import CONTENDERS, SAMPLES, fetch_group_peaks, list_groups, rea
 from .jit_rows import LANES, vocab_size_of
 
 _FEW = tl.constexpr(32)  # groups: tried first under top-p, as what they have fits into CONTENDERS
-_AT_ONCE = tl.constexpr(512)  # contenders
+_AT_ONCE = tl.constexpr(256)  # contenders
 _CONTENDERS = tl.constexpr(CONTENDERS)
 _SAMPLES = tl.constexpr(SAMPLES)
 

@@ -59,11 +59,6 @@ def sample_kernel(
     ids = tile_ids(tile, BLOCKS, BLOCK)
     x = read_raw(rows, batch, column, ids)  # first, so that everything else overlaps with the loads
     inverse_temperature, greedy = load_temperature(temperature, batch)
-    row_position = tl.load(position + batch) + column
-    row_origin = tl.zeros_like(row_position)
-    if origin is not None:
-        row_origin = tl.load(origin + batch)
-    noise = (tl.load(seed + batch), row_position, row_origin, noise_stream)
 
     group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
     leave_stats(
@@ -76,12 +71,17 @@ def sample_kernel(
         best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
         least = tl.full([], float("-inf"), tl.float32)
         token = row_argmax
-        if FILTERED:
-            least, total = filter_row(
-                rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
-                SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
-            )  # fmt: skip
         if not greedy:
+            if FILTERED:
+                least, total = filter_row(
+                    rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
+                    SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
+                )  # fmt: skip
+            row_position = tl.load(position + batch) + column
+            row_origin = tl.zeros_like(row_position)
+            if origin is not None:
+                row_origin = tl.load(origin + batch)
+            noise = (tl.load(seed + batch), row_position, row_origin, noise_stream)
             token = draw_by_token(
                 rows, batch, column, row, memory, least, best, inverse_temperature, noise, NUM_GROUPS, BLOCKS
             )
