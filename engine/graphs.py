@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -27,12 +27,20 @@ _one_at_a_time = threading.Lock()  # of all threads' captures, which share a str
 _failed: list[Any] = []  # CUDA graphs; torch's allocators go on asking them which memory is theirs, so they must live
 
 
-@contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Makes a CUDA device the current one, by which streams, events and captures go, and keeps its user's autocast out.
 
     Models work in their own dtype. In another, new K/V would not fit to that of calls before, nor a graph to calls behind.
+    Mostly all is as it should be, and to ask costs the host less than to enter what would change nothing.
     """
+    current = device.type != "cuda" or torch.cuda.current_device() == device.index
+    if current and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return _moved_to(device)
+
+
+@contextmanager
+def _moved_to(device: torch.device) -> Iterator[None]:
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with current, torch.autocast(device.type, enabled=False):
         yield
