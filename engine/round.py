@@ -88,7 +88,7 @@ class Round:
             return self._placed(_within_limits(proposal, state))
 
         graph_key = getattr(drafter, "graph_key", None)
-        own = graph_key() if graph_key is not None else None
+        own = graph_key() if graph_key is not None and self.graphs.enabled else None
         if own is None:
             return work()
         proposal: Proposal = self.graphs.run(("propose", own, state.key, num_draft_tokens), work)
@@ -116,7 +116,7 @@ class Round:
         def work() -> tuple[Verdict, Tensor]:
             return verify_and_commit(self.target, state, proposal, self.verification)
 
-        if state.processors:  # on the host: nothing to capture
+        if state.processors or not self.graphs.enabled:  # on the host, or nothing to capture with
             return work()
         result: tuple[Verdict, Tensor] = self.graphs.run(("verify", state.key, _layout(proposal)), work)
         return result
@@ -175,9 +175,11 @@ def verify_and_commit(
 
 def unpack(packed: Tensor, with_logprobs: bool) -> list[RowResult]:
     """The packed result of a round (see `verify_and_commit`), on the host, row by row."""
-    width = (packed.shape[1] - 3) // (2 if with_logprobs else 1)
-    rows = packed[:, : 3 + width].tolist()
-    logprobs = packed[:, 3 + width :].view(torch.float64).tolist() if with_logprobs else [None] * len(rows)
+    logprobs: list[Any] = [None] * len(packed)
+    if with_logprobs:
+        width = 3 + (packed.shape[1] - 3) // 2
+        packed, logprobs = packed[:, :width], packed[:, width:].view(torch.float64).tolist()
+    rows = packed.tolist()
     return [
         RowResult(tokens, accepted, proposed, status, of_tokens)
         for (accepted, proposed, status, *tokens), of_tokens in zip(rows, logprobs, strict=True)

@@ -1,6 +1,7 @@
 """The tensors of a round, all on the target's device."""
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ class BatchState:
             self._last[:] = [(key, selected)]
         return selected
 
-    @property
+    @cached_property
     def key(self) -> tuple[int, ...]:
         """What work on this state depends on beside its tensors, as far as a CUDA graph of it fixes that; `processors` apart."""
         rows = (self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else (-1, self.rows.data_ptr())
