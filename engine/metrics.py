@@ -94,22 +94,36 @@ class RoundClock:
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._device = device.type == "cuda", device
         self._marks: list[Any] = []
+        self._read: list[torch.cuda.Event] = []  # to be used again, as to make one costs the host time
+        self._stream: torch.cuda.Stream | None = None  # of the marks since the last `take`
 
-    def mark(self) -> None:
-        """Note the present moment of the device."""
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append(event)
-        else:
+    def mark(self) -> torch.cuda.Event | None:
+        """Note the present moment of the device; returns the event that passes then, on CUDA."""
+        if not self._cuda:
             self._marks.append(time.perf_counter())
+            return None
+        if not self._marks:
+            self._stream = torch.cuda.current_stream(self._device)
+        event = self._read.pop() if self._read else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        self._marks.append(event)
+        return event
 
     def take(self) -> Callable[[], list[float]]:
-        """Forget the marks so far. What comes back gives the seconds between them, once the device has passed the last."""
+        """Forget the marks so far. What comes back gives the seconds between them, once the device has passed the last.
+
+        It may be called once: the events are then used again.
+        """
         marks, self._marks = self._marks, []
-        if self._cuda:
-            return lambda: [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
-        return lambda: [b - a for a, b in itertools.pairwise(marks)]
+        if not self._cuda:
+            return lambda: [b - a for a, b in itertools.pairwise(marks)]
+
+        def seconds() -> list[float]:
+            found = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+            self._read += marks
+            return found
+
+        return seconds
 
 
 def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:

@@ -52,7 +52,7 @@ class Round:
     _places: dict[Hashable, Proposal] = field(default_factory=dict, init=False)  # see `_placed`; by `_layout`
 
     def run(self, state: BatchState, num_draft_tokens: int, trim: Callable[[Proposal], Proposal]) -> Tensor:
-        """Advance every active row by 1 to K+1 tokens.
+        """Advance every active row by 1 to K+1 tokens. The clock is left with two marks: whoever calls this marks the end.
 
         Args:
             num_draft_tokens: drafts to ask the drafter for; 0: it is not asked.
@@ -71,7 +71,6 @@ class Round:
         verdict, packed = self._verify(state, proposal)
         if self.drafter is not None:
             self.drafter.observe(state, verdict)
-        self.clock.mark()
         return packed
 
     def _propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:

@@ -23,7 +23,7 @@ from .round import Round
 from .scheduler import PREFILL_TOKENS, Request, Scheduler, prefill_chunk
 from .slots import Slots
 from .state import BatchState, Proposal
-from .transfers import to_device, to_host
+from .transfers import HostCopies, to_device
 
 
 class Server:
@@ -55,7 +55,7 @@ class Server:
         self._device, self._stats, self._late = state.tokens.device, stats, late
         self._slots = Slots(round_, state, config)
         self._results = Results(round_, state, eos_token_ids, stats, ranks)
-        self._prompt_clock = RoundClock(self._device)
+        self._prompt_clock, self._copies = RoundClock(self._device), HostCopies()
         self._prompts_read: list[PromptsRead] = []  # since the last round began
         self._since = 0.0  # perf_counter() when the step under way began
 
@@ -193,9 +193,9 @@ class Server:
         set_up = self._round.graphs.set_up
         with torch.inference_mode():
             packed = self._round.run(state, asked, self._trim(list(running), first))
-            arrived = None
             if self._late:  # the next round may write over it
-                packed, arrived = to_host(packed)
+                packed = self._copies.make(packed)
+            arrived = self._round.clock.mark()
         usual = self._round.graphs.set_up == set_up
         without_drafts = frozenset(slot for slot, request in running.items() if request.without_drafts)
         spans = self._round.clock.take()
@@ -256,6 +256,8 @@ class Server:
     def _read(self, launched: Launched, scheduler: Scheduler) -> list[tuple[Request, int]]:
         """Give a round's tokens to its requests, and free the slots of those that have ended."""
         advanced = self._results.read(launched, self._lengths)
+        if self._late:
+            self._copies.give_back(launched.packed)
         for request, _ in advanced:
             if request.ended:
                 request.stats.total_seconds = self._seconds() - request.started

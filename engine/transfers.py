@@ -19,12 +19,21 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
-def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy on the host, and the event after which it is complete; None: it is."""
-    if not tensor.is_cuda:
-        return tensor.clone(), None
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    copy.copy_(tensor, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(tensor.device))
-    return copy, arrived
+class HostCopies:
+    """Copies on the host, in memory that is used again once they have been read: to pin new memory costs the host time."""
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """A copy that is complete when the device has done all that it was given so far."""
+        read = self._read.get((tensor.shape, tensor.dtype))
+        if read:
+            copy = read.pop()
+        else:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        return copy.copy_(tensor, non_blocking=True)
+
+    def give_back(self, copy: Tensor) -> None:
+        """It has been read. One that never is may be dropped: torch keeps its memory until the device has written it."""
+        self._read.setdefault((copy.shape, copy.dtype), []).append(copy)

@@ -22,6 +22,7 @@ from engine.graphs import Graphs
 from engine.kernels import attention
 from engine.model import RaggedModel
 from engine.serving import Server
+from engine.transfers import HostCopies
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8]]
@@ -110,6 +111,20 @@ def test_reading_a_prompt_takes_what_the_device_takes(device: Device) -> None:
     llm = engine.load(target().to("cuda"), drafter=None, exact=False)
     stats = llm.generate(PROMPTS[0], engine.SamplingParams(max_new_tokens=3)).stats
     assert stats.prefill_seconds == llm.stats.prefill_seconds == pytest.approx(1e-5)
+
+
+def test_rounds_use_events_and_pinned_memory_again(device: Device) -> None:
+    """Of two rounds, as one is read when the next is under way; and not before they have been read."""
+    llm = engine.load(target().to("cuda"), drafter="ngram", num_draft_tokens=2, exact=False)
+    llm.generate(PROMPTS[0], engine.SamplingParams(max_new_tokens=9))
+    assert len(llm._server._round.clock._read) == 2 * 3
+    assert [len(copies) for copies in llm._server._copies._read.values()] == [2]
+    copies = HostCopies()
+    first, second = (copies.make(OnCuda(torch.tensor([[value]]))) for value in (1, 2))
+    assert first.item() == 1 and second.item() == 2
+    copies.give_back(first)
+    third, fourth = (copies.make(OnCuda(torch.tensor([[value]]))) for value in (3, 4))
+    assert third is first and [each.item() for each in (second, third, fourth)] == [2, 3, 4]
 
 
 def test_tensors_that_torch_is_told_to_make_on_the_device(device: Device) -> None:
