@@ -1,7 +1,8 @@
 """What the host does while rounds are served: how long it works between two, and whether it waits inside one.
 
 The host launches a round while the one before is still under way, and then reads that one. Its time between rounds is all
-that it does from one launch to the next, launching included, but for waiting until the result is there.
+that it does from one launch to the next, launching included, but for waiting until the result is there. What it does once for
+a text, before the first launch and behind the last read, is no part of it.
 
 A round is inside from its launch to its read. The read waits once, for the event behind the round's packed result; any
 other call that waits for the device, from the first launch on, is a wait inside a round. A profile shows them all.
@@ -11,6 +12,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from torch.autograd import DeviceType
@@ -26,34 +28,39 @@ THE_READS_OWN = re.compile(r"(cuda|hip)EventSynchronize")
 
 
 class Watched:
-    """Marks a server's rounds for a profile, and adds up how long the host waits for their results.
+    """Marks a server's rounds for a profile, and takes the time from a text's first launch to its last read.
 
     Attributes:
-        waited: seconds, so far.
-        reading: those that the host takes to have prompts read, which the device may do long after.
+        begin: `perf_counter()` at the first launch since `restart`.
+        end: that behind the last read.
+        waited: seconds in which the host waited for results in between.
+        marking: for a profile. Marks cost the host time, also where nobody looks.
     """
 
     def __init__(self, server: Any) -> None:
-        self.waited = self.reading = 0.0
-        self._launch, self._read, self._prefill = server._launch, server._read, server._prefill
-        server._launch, server._read, server._prefill = self.launch, self.read, self.prefill
+        self._launch, self._read = server._launch, server._read
+        server._launch, server._read = self.launch, self.read
+        self.restart()
 
-    def prefill(self, scheduler: Any) -> None:
-        begin = time.perf_counter()
-        self._prefill(scheduler)
-        self.reading += time.perf_counter() - begin
+    def restart(self, marking: bool = False) -> None:
+        self.begin = self.end = self.waited = 0.0
+        self.marking = marking
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        with record_function(LAUNCH):
+        self.begin = self.begin or time.perf_counter()
+        with record_function(LAUNCH) if self.marking else nullcontext():
             return self._launch(*args, **kwargs)
 
     def read(self, launched: Any, scheduler: Any) -> list[Any]:
-        with record_function(READ):
+        with record_function(READ) if self.marking else nullcontext():
             if launched.arrived is not None:
                 begin = time.perf_counter()
                 launched.arrived.synchronize()
                 self.waited += time.perf_counter() - begin
-            return list(self._read(launched, scheduler))
+                launched.arrived = None  # to wait once
+            advanced: list[Any] = self._read(launched, scheduler)
+        self.end = time.perf_counter()
+        return advanced
 
 
 def host_figures(llm: engine.Engine, text: list[int], params: engine.SamplingParams) -> dict[str, Any]:
@@ -66,12 +73,14 @@ def host_figures(llm: engine.Engine, text: list[int], params: engine.SamplingPar
     watched = Watched(llm._server)
     for _ in range(SETUP_TURNS["cuda" if cuda else "cpu"]):
         llm.generate([text], params)
-    watched.waited, watched.reading, graphs = 0.0, 0.0, num_graphs(llm)
+    watched.restart()
+    graphs = num_graphs(llm)
     wait(llm.target_model.device)  # for what is under way behind the last text's end
     stats = llm.generate([text], params)[0].stats
     seconds, inside = stats.total_seconds - stats.prefill_seconds, stats.draft_seconds + stats.verify_seconds
     # On a GPU the wait for the first round is for the prompt as well.
-    working = stats.total_seconds - watched.reading - watched.waited if cuda else seconds - inside
+    working = watched.end - watched.begin - watched.waited if cuda else seconds - inside
+    watched.restart(marking=True)
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
         llm.generate([text], params)
     found: dict[str, Any] = {
