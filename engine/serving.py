@@ -102,14 +102,28 @@ class Server:
         self._slots.reserve(text_length)
         request = Request(0, [0] * text_length, params, 0, text_length, None)
         state = self._slots.select(slice(0, self._slots.num_rows(num_rows)), [request])
-        drafts = {0, *self._lengths.possible} if self._round.drafter is not None else {0}
         with self._round.graphs.keeping_all(), torch.inference_mode(), on_device(self._device):
-            for num_draft_tokens in sorted(drafts):
-                # Work is captured the second time that it comes. Four times, as the first rounds of a draft model are others:
-                # in them it makes up for the rounds without drafts before.
-                for _ in range(4 if self._round.graphs.enabled else 1):
-                    self._round.run(state, num_draft_tokens, lambda proposal: proposal)
+            for num_draft_tokens in self._kinds_of_rounds():
+                self._round.run(state, num_draft_tokens, lambda proposal: proposal)
         self._round.clock.take()
+
+    def _kinds_of_rounds(self) -> list[int]:
+        """Numbers of drafts in rounds one after another, among which are all kinds of rounds; all twice, if work is captured the
+        second time that it comes."""
+        possible = self._lengths.possible if self._round.drafter is not None else []
+        drafts = [number for number in possible if number]
+        if not self._round.graphs.enabled:
+            return [0, *drafts]
+        rounds = [0, 0]
+        for number in drafts:
+            rounds += 4 * [number]  # in the first of them, a drafter may have more to read than in the others
+        if 0 in possible:
+            # What a drafter makes up for that reads the text is another graph behind one round without drafts, ...
+            rounds += 2 * [each for number in drafts for each in (0, number)]
+            # ... and behind many, after which one draft is tried (`AdaptiveLength`).
+            for count in (4, 8, 16, 32):
+                rounds += 2 * [*count * [0], drafts[0]]
+        return rounds
 
     def warm_up_reading(self, text_length: int) -> None:
         """Compile what prompts of such texts are read with, and have libraries load what they need for it.

@@ -19,7 +19,7 @@ from bench.drafter_cases import ON_THE_HOST, drafters
 from engine import round
 from engine.adaptive_length import FEW_CHOICES, AdaptiveLength
 from engine.backend import row_stats
-from engine.graphs import Graphs, clear_all
+from engine.graphs import Graphs, bucket, clear_all
 from engine.hidden_states import HiddenStates
 from engine.state import BatchState, Verdict
 
@@ -94,6 +94,24 @@ def test_after_a_warmup_nothing_new_is_captured() -> None:
     outputs = llm.generate([*prompts, [3, 4, 5] * 90], engine.SamplingParams(max_new_tokens=40))
     assert [o.token_ids for o in outputs[:6]] == [greedy(target, prompt, 40) for prompt in prompts]
     assert len(graphs) == captured and graphs.replays > 20
+
+
+def test_after_a_warmup_drafts_behind_plain_rounds_are_captured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "auto" any number behind one round without drafts, and one draft behind many: a draft model has tokens to make up for."""
+    made_up_for = property(lambda model: model._rounds_missed and bucket(model._rounds_missed, 2))  # as on a GPU
+    monkeypatch.setattr(engine.DraftModel, "_made_up_for", made_up_for)
+    target = tiny("llama", max_position_embeddings=600)
+    llm = engine.load(target, drafter=perturbed(target, 0.05), num_draft_tokens="auto", max_batch_size=1)
+    graphs = with_graphs(llm, late=True)
+    llm._server._lengths = AdaptiveLength(FEW_CHOICES)
+    llm.warmup(batch_sizes=[1], text_lengths=[250])
+    captured, set_up = len(graphs), graphs.set_up
+    behind = [*((1, number) for number in FEW_CHOICES if number), *((count, 1) for count in (2, 3, 7, 9, 20, 31, 32))]
+    rounds = iter([each for count, number in behind for each in (*count * [0], number)])
+    monkeypatch.setattr(AdaptiveLength, "choose", lambda self, rows, room, *more: next(rounds, 0))
+    text = llm.generate([3, 4, 5], engine.SamplingParams(max_new_tokens=240)).token_ids
+    assert next(rounds, None) is None, "the text was too short for all of them"
+    assert (len(graphs), graphs.set_up) == (captured, set_up) and text == greedy(target, [3, 4, 5], 240)
 
 
 def test_by_default_a_warmup_is_for_short_texts_too() -> None:
