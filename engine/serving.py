@@ -117,8 +117,9 @@ class Server:
         rounds = [0, 0]
         for number in drafts:
             rounds += 4 * [number]  # in the first of them, a drafter may have more to read than in the others
-        if 0 in possible:
-            # What a drafter makes up for that reads the text is another graph behind one round without drafts, ...
+        reads = any(isinstance(getattr(stage, "ragged", None), RaggedModel) for stage in stages_of(self._round.drafter))
+        if 0 in possible and reads:
+            # What a model that drafts has to make up for is another graph behind one round without drafts, ...
             rounds += 2 * [each for number in drafts for each in (0, number)]
             # ... and behind many, after which one draft is tried (`AdaptiveLength`).
             for count in (4, 8, 16, 32):
