@@ -18,7 +18,7 @@ from .packing import pack_linears
 from .support import check_config
 
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
-_VOCABULARIES = ("tokenizer.json", *_SENTENCEPIECE, "vocab.json", "vocab.txt")
+_VOCABULARIES = ("tokenizer.json", *_SENTENCEPIECE, "vocab.json", "vocab.txt", "tekken.json")
 _TOKENIZER_FILES = ("tokenizer_config.json", *_VOCABULARIES)
 
 
@@ -197,7 +197,10 @@ def read_tokenizer(location: str, role: str) -> Any:
         raise ValueError(f"{role} must be a folder or a hub id that has a tokenizer, got the file {path}")
     try:
         with naming_errors(location, role):
-            tokenizer = AutoTokenizer.from_pretrained(path if path.is_dir() else location, trust_remote_code=False)
+            # Where mistral-common is installed transformers would take its tokenizer, which has no added tokens and no template.
+            tokenizer = AutoTokenizer.from_pretrained(
+                path if path.is_dir() else location, trust_remote_code=False, mistral_format=False
+            )
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:  # of many kinds, one of them Rust's

@@ -1,5 +1,6 @@
 """From hub ids, folders, GGUF files and live models to an engine; checkpoints that are damaged."""
 
+import base64
 import json
 import sys
 from pathlib import Path
@@ -487,6 +488,32 @@ def test_a_tokenizer_whose_tokens_have_all_been_added(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     tiny("llama", dtype=torch.float32).save_pretrained(tmp_path)
     assert engine.load(tmp_path).generate("GATTACA", PARAMS).prompt_token_ids == [4, 2, 5, 5, 2, 3, 2]
+
+
+def test_a_vocabulary_of_mistral(tmp_path: Path) -> None:
+    """In tekken.json, and in no other file."""
+    special = [dict(rank=rank, token_str=token, is_control=True) for rank, token in enumerate(("<unk>", "<s>", "</s>"))]
+    vocab = [dict(rank=i, token_bytes=base64.b64encode(bytes([i])).decode(), token_str=None) for i in range(256)]
+    sizes = dict(num_vocab_tokens=256, default_vocab_size=259, default_num_special_tokens=3)
+    content = dict(config=dict(pattern=r"\p{L}+|.", version="v7", **sizes), vocab=vocab, special_tokens=special)
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    tiny("mistral", dtype=torch.float32, vocab_size=259).save_pretrained(tmp_path)
+    output = engine.load(tmp_path).generate("ab", PARAMS)
+    assert output.prompt_token_ids[-2:] == [97 + 3, 98 + 3] and output.text is not None
+
+
+def test_a_tokenizer_of_mistral_common() -> None:
+    """It has methods where others have attributes."""
+
+    class MistralCommonBackend:
+        def __call__(self, text: str) -> None: ...
+        def decode(self, ids: list[int]) -> None: ...
+        def added_tokens_decoder(self) -> None: ...
+
+    with pytest.raises(
+        ValueError, match=r"^tokenizer must be one with special tokens .*MistralCommonBackend: AutoTokenizer"
+    ):
+        engine.load(tiny("mistral"), tokenizer=MistralCommonBackend())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
