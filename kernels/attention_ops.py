@@ -62,7 +62,7 @@ def ragged_attention(
     if window is not None and window < 1:
         raise ValueError(f"window must be >= 1 or None, got {window}")
     if window is not None:
-        window = min(window, 2**31 - 1)  # sees all; from 2^31 on Triton would compile another kernel
+        window = min(window, 2**30)  # sees all; from 2^31 on Triton would compile another kernel
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be > 0 or None, got {softcap}")
     for name, value in (("scale", scale), ("softcap", softcap)):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checks import MAX_GRID
 from .jit_bounds import key_shift, sample_shift
-from .jit_groups import GROUPS, group_floats
+from .jit_groups import GROUPS, SEARCH_ROOM, group_floats
 from .jit_rows import BLOCK, THREADS, TILE_BLOCKS, floats_per_row
 from .numerics import spread
 from .records import RowStats
@@ -75,6 +75,9 @@ def shape_arguments(
         if size > MAX_GRID:
             raise ValueError(f"{name} must be <= {MAX_GRID:,}, got {size:,} with logits of shape {list(rows.shape)}")
     num_rows, num_blocks = batch * width, triton.cdiv(vocab_size, BLOCK)
+    if filtered and num_blocks * GROUPS.value > SEARCH_ROOM.value:
+        most = SEARCH_ROOM.value // GROUPS.value * BLOCK
+        raise ValueError(f"V must be <= {most:,} with filters, got {vocab_size:,}")
     blocks = min(TILE_BLOCKS, triton.next_power_of_2(num_blocks))
     num_tiles = triton.cdiv(num_blocks, blocks)
     grouped = filtered or by_token

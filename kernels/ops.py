@@ -34,7 +34,7 @@ def row_stats(
     Raises:
         ValueError: naming the argument whose type, shape, dtype or device does not fit.
     """
-    _check_logits("logits", logits, (2, 3))
+    _check_logits("logits", logits, "[B, V]", "[B, W, V]")
     _check_rows(len(logits), logits.device, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_vocabulary(logits, logit_bias, token_mask)
     more: dict[str, Any] = dict(logit_bias=logit_bias, token_mask=token_mask)
@@ -65,7 +65,7 @@ def sample(
     Raises:
         ValueError: naming the argument whose type, shape, dtype, device or value does not fit.
     """
-    _check_logits("logits", logits, (2, 3))
+    _check_logits("logits", logits, "[B, V]", "[B, W, V]")
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_rows(len(logits), logits.device, **rows, seed=seed, position=position, origin=origin)
     if not isinstance(stream, int) or isinstance(stream, bool) or stream not in philox.STREAMS:
@@ -119,7 +119,7 @@ def verify(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    _check_logits("target_logits", target_logits, (3,) if cu_num_logits is None else (2,))
+    _check_logits("target_logits", target_logits, "[B, K+1, V]" if cu_num_logits is None else "[N, V]")
     device = target_logits.device
     _check_drafts(draft_tokens, draft_logits, draft_stats, device)
     batch = len(draft_tokens)
@@ -154,12 +154,12 @@ def use_triton(tensor: Tensor, *others: Tensor | None) -> bool:
     return choice == "triton" or (choice == "" and tensor.is_cuda)
 
 
-def _check_logits(name: str, logits: Tensor, dims: tuple[int, ...], device: torch.device | None = None) -> None:
+def _check_logits(name: str, logits: Tensor, *shapes: str, device: torch.device | None = None) -> None:
     check_tensor(name, logits, device)
+    dims = [len(shape.split(", ")) for shape in shapes]
     if logits.dtype not in FLOATS or logits.dim() not in dims or logits.shape[-1] == 0:
-        shapes = " or ".join("[B, V]" if d == 2 else "[B, W, V]" for d in dims)
         raise ValueError(
-            f"{name} must be floating (of 16, 32 or 64 bits) and {shapes} with V > 0, "
+            f"{name} must be floating (of 16, 32 or 64 bits) and {' or '.join(shapes)} with V > 0, "
             f"got {logits.dtype} of shape {list(logits.shape)}"
         )
 
@@ -173,7 +173,7 @@ def _check_drafts(
             f"draft_tokens must be int64 of shape [B, K], got {draft_tokens.dtype} of shape {list(draft_tokens.shape)}"
         )
     if draft_logits is not None:
-        _check_logits("draft_logits", draft_logits, (3,), device)
+        _check_logits("draft_logits", draft_logits, "[B, K, V]", device=device)
         if draft_logits.shape[:2] != draft_tokens.shape:
             raise ValueError(
                 f"draft_logits must be [B, K, V_draft] with [B, K] = {list(draft_tokens.shape)}, "

@@ -34,7 +34,8 @@ def workspace(device: torch.device, num_counters: int, num_floats: int) -> tuple
     memory = stream_memory()
     counters, scratch = memory.pop((device, stream), (None, None))
     if counters is None or counters.numel() < num_counters:
-        counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # else no call outside of it could clear them
+            counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
     elif device.type != "cuda":
         counters.zero_()  # in the interpreter Ctrl-C may have ended the last launch between two of its programs
     if scratch is None or scratch.numel() < num_floats:

@@ -245,3 +245,11 @@ def test_more_rows_than_a_grid_has(name: str, shape: tuple[int, int]) -> None:
         shape_arguments(rows.expand(*shape, 3), shape, False, False, None, None, batched=False)
     most = [min(size, MAX_GRID) for size in shape]
     assert shape_arguments(rows.expand(*most, 3), most, False, False, None, None, batched=False)["num_rows"] == MAX_GRID
+
+
+def test_more_tokens_than_a_search_has_room_for() -> None:
+    for size, filtered in ((3_670_016, True), (3_670_017, False)):
+        rows = torch.zeros(1, 1, 1).expand(1, 1, size)
+        assert shape_arguments(rows, (1, 1), filtered, False, None, None, batched=False)["num_rows"] == 1
+    with pytest.raises(ValueError, match=r"^V must be <= 3,670,016 with filters, got 3,670,017$"):
+        shape_arguments(rows, (1, 1), True, False, None, None, batched=False)

@@ -145,6 +145,13 @@ def test_memory_is_kept_and_grows(own_memory: None) -> None:
     assert workspace.workspace(CPU, 11, 3)[1] is again[1]
 
 
+def test_memory_of_inference_mode_serves_calls_outside_of_it(own_memory: None) -> None:
+    with torch.inference_mode():
+        inside = workspace.workspace(CPU, 10, 20)
+    outside = workspace.workspace(CPU, 10, 20)
+    assert outside[0] is inside[0] and not outside[0].any()
+
+
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch, own_memory: None) -> Tensor:
     """The reserved counters of a graph that is being captured."""
