@@ -96,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         llm = engine.load(
             target, options.drafter, options.num_draft_tokens, max_batch_size=options.batch_size, dtype=options.dtype
         )
+        if llm.tokenizer is None:
+            raise ValueError(f"target must have a tokenizer, got {target} without one")
         ids = [
             cut(render(llm.tokenizer, prompt.turns[:1], [], "auto"), options.max_prompt_tokens) for prompt in prompts
         ]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from engine import demo
 from engine.backend import reserve_counters
-from engine.demo import usable_cores
 from engine.graphs import CudaCapture
 
 Call = Callable[[], Any]
@@ -171,7 +171,6 @@ def device_copies(bytes_moved: int, copies: int) -> list[Call]:
 
 
 def use_all_cores() -> int:
-    """Let torch use every core that this process may run on; returns how many."""
-    cores = usable_cores()
-    torch.set_num_threads(cores)
-    return cores
+    """As the demo does; returns how many threads torch has then."""
+    demo.use_all_cores()
+    return torch.get_num_threads()

@@ -1,6 +1,7 @@
 """The benchmark of acceptance: its figures for drafters that are always and never right, its file, its bad input."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,13 @@ def test_the_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("-n 0", "max_new_tokens must be >= 1, got 0"),
         ("--max-prompt-tokens 1", "max_prompt_tokens must be >= 2, got 1"),
         ("-d ngram --max-prompt-tokens 9000 --prompts {tmp}/long.jsonl", "prompts[0] has 5007 tokens; at most 4095"),
+        ("-d ngram -t {tmp}/bare", "target must have a tokenizer, got {tmp}/bare without one"),
     ],
 )
 def test_bad_input(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, rule: str) -> None:
     line = {"question_id": 1, "category": "any", "turns": ["x" * 5000]}
     (tmp_path / "long.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    shutil.copytree(checkpoint, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
     with pytest.raises(SystemExit):
         acceptance.main(["-t", str(checkpoint), *words.format(tmp=tmp_path).split()])
     assert rule.format(tmp=tmp_path) in capsys.readouterr().err

@@ -124,6 +124,8 @@ def test_options_that_the_model_refuses(bench: Callable[..., Path], capsys: pyte
     folder = bench("--load-option", "compile=maybe", out="other", status=2)
     assert capsys.readouterr().err.endswith("error: compile must be True or False, got 'maybe'\n")
     assert not json.loads((folder / "run.json").read_text())["complete"] and read_records(folder) == []
+    bench("--categories", "talk", "--max-turns", "1", out="other", baselines="plain")  # nothing is there to go on from
+    assert len(read_records(folder)) == 3
 
 
 # Whole runs.
@@ -154,7 +156,8 @@ def test_a_run(bench: Callable[..., Path], draft: str, capsys: pytest.CaptureFix
             assert record["seconds"] > record["prefill_seconds"] > 0
             assert record["accepted_tokens"] <= record["draft_tokens"] <= (k or 0) * record["rounds"]
             assert record["new_tokens"] == record["accepted_tokens"] + record["rounds"]
-            assert len(record["acceptance_per_position"]) <= (k or 0)
+            assert len(record["acceptance_per_position"]) == len(record["rounds_per_position"]) <= (k or 0)
+            assert sum(record["rounds_per_position"]) == record["draft_tokens"]
             assert set(record["differences"]) == {"ours plain", "transformers plain"} - {name}
             assert set(record["differences"].values()) == {None}
             assert (record["forward_seconds"] is not None) == name.startswith("ours")
@@ -313,6 +316,10 @@ def test_another_run_is_refused(
     bench(baselines="plain", status=2)
     assert "measured otherwise (prompts: 3 prompts, " in capsys.readouterr().err
     assert (folder / "records.jsonl").read_bytes() == before
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    bench("-k", "7", "--restart", "--target", str(tmp_path / "broken"), baselines="plain", status=2)
+    assert (folder / "records.jsonl").read_bytes() == before  # which nothing would have replaced
     bench("-k", "7", "--restart", baselines="plain")
     assert {r["num_draft_tokens"] for r in read_records(folder)} == {0, 7, None}
 

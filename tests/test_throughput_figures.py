@@ -63,7 +63,7 @@ def test_fitted_acceptance() -> None:
 def test_rows() -> None:
     row = Row.of_rounds([1, 2, 3], [(0, 0), (3, 1), (2, 2), (1, 0)])
     assert (row.rounds, row.draft_tokens, row.accepted_tokens) == (4, 6, 3)
-    assert row.acceptance_per_position == [2 / 3, 1 / 2, 0]
+    assert row.acceptance_per_position == [2 / 3, 1 / 2, 0] and row.rounds_per_position == [3, 2, 1]
     assert Row.of_rounds([], []).rounds == 0
     assert up_to_end([3, 4, 9, 5], frozenset({9, 5})) == [3, 4, 9] and up_to_end([3, 4], frozenset({9})) == [3, 4]
 
@@ -127,16 +127,18 @@ def test_figures_of_a_method() -> None:
     """Those that table.md shows, of two calls of two rows each."""
 
     def call(
-        seconds: float, prefill: float, draft: float, *rows: tuple[int, int, int, int, list[float]]
+        seconds: float, prefill: float, draft: float, *rows: tuple[int, int, int, int, list[float], list[int]]
     ) -> CallFigures:
-        names = ("new_tokens", "rounds", "draft_tokens", "accepted_tokens", "acceptance_per_position")
+        names = (
+            "new_tokens", "rounds", "draft_tokens", "accepted_tokens", "acceptance_per_position", "rounds_per_position",
+        )  # fmt: skip
         times = {"draft_seconds": draft, "verify_seconds": 3.0, "overhead_seconds": 1.0, "contest": {"batch_size": 2}}
         of_rows: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) | times for row in rows]
         return CallFigures("a", seconds, sum(row[0] for row in rows), prefill, 2, of_rows)
 
     calls = [
-        call(10.0, 2.0, 4.0, (12, 8, 16, 4, [0.5, 0.0]), (10, 2, 8, 8, [1.0])),
-        call(5.0, 1.0, 2.0, (6, 4, 4, 3, [0.5]), (4, 4, 0, 0, [])),
+        call(10.0, 2.0, 4.0, (12, 8, 16, 4, [0.5, 0.0], [8, 8]), (10, 2, 8, 8, [1.0], [2])),
+        call(5.0, 1.0, 2.0, (6, 4, 4, 3, [0.5], [2]), (4, 4, 0, 0, [], [])),
     ]
     found = Summary("ours ngram K=2", "all", False, 2, "ngram", calls)
     assert found.tokens_per_second == 32 / 15
@@ -144,7 +146,7 @@ def test_figures_of_a_method() -> None:
     assert found.prefill_seconds == 1.5
     assert found.acceptance == 15 / 28
     assert found.block_efficiency == 32 / 18
-    assert found.acceptance_per_position == [pytest.approx((4 + 2 + 2) / (8 + 2 + 4)), 0.0]
+    assert found.acceptance_per_position == [pytest.approx((4 + 2 + 1) / (8 + 2 + 2)), 0.0]
     assert found.parts_per_round() == {"draft": 0.5, "verify": (3 / 8 + 3 / 4) / 2, "overhead": (1 / 8 + 1 / 4) / 2}
     assert cost_ratio(found, {"draft": 0.0, "verify": 2.0, "overhead": 0.5}) == 0.5 / 2 / 2.5
 

@@ -12,7 +12,7 @@ import throughput_fakes
 import throughput_runs
 import torch
 from graph_books import Books
-from throughput_runs import ONE, medusa, save
+from throughput_runs import ONE, essence, medusa, save
 from tiny_models import tiny
 from tiny_tokenizer import byte_tokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -66,6 +66,17 @@ def test_no_answer_is_drafted_from_itself(bench: Callable[..., Path], target: st
         fresh = engine.load(target, name, 5, dtype="float32")
         expected = fresh.generate(ids, engine.SamplingParams(max_new_tokens=24)).stats.rounds
         assert [r["rounds"] for r in records if r["method"] == f"ours {name} K=5"] == [expected] * 3, name
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.5"])
+def test_an_interrupted_run_drafts_from_the_same_answers(bench: Callable[..., Path], temperature: str) -> None:
+    """A suffix drafter drafts from earlier answers, those before the interruption among them."""
+    words = ("-d", "suffix", "-T", temperature, "-k", "3")
+    folder = bench(*words, baselines="plain", tokens="24")
+    whole, path = essence(folder), folder / "records.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-3]))  # without the last prompt's
+    bench(*words, baselines="plain", tokens="24")
+    assert essence(folder) == whole
 
 
 def test_nobody_has_a_checkpoints_repetition_penalty(
@@ -211,10 +222,11 @@ def test_more_prompts_than_a_batch_in_a_call(bench: Callable[..., Path]) -> None
 
 
 def test_auto_is_for_the_engine_to_choose(bench: Callable[..., Path]) -> None:
-    """Others need a number, and are not asked."""
+    """Others need a number: 5, if none is given."""
     folder = bench("-k", "auto", "--categories", "edit", "--load-option", "max_length=100", baselines="plain lookup")
     records = read_records(folder)
-    assert {r["method"] for r in records} == {"ours plain", "ours ngram K=auto", "transformers plain"}
+    theirs = {"transformers plain", "transformers lookup K=5"}
+    assert {r["method"] for r in records} == {"ours plain", "ours ngram K=auto"} | theirs
     assert {r["error"] for r in records} == {None}
 
 

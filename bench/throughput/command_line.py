@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.throughput.options import BASELINES, Options
+from bench.throughput.options import BASELINES, DEFAULT_K, Options
 from bench.throughput.presets import PRESETS
 from engine.config import VERIFICATION_METHODS
 from engine.default_model import find_model
@@ -66,7 +66,12 @@ def parser() -> argparse.ArgumentParser:
         help="how drafters draw: own (as the target), greedy, sampled (for a greedy target: draft models only)",
     )
     models.add_argument(
-        "--num-draft-tokens", "-k", nargs="+", type=_number_or_auto, metavar="K", help="tokens drafted in a round"
+        "--num-draft-tokens",
+        "-k",
+        nargs="+",
+        type=_number_or_auto,
+        metavar="K",
+        help=f"tokens drafted in a round, or auto; baselines know no auto, and draft {DEFAULT_K} if no number is given",
     )
     models.add_argument("--verification", nargs="+", metavar="RULE", help=", ".join(VERIFICATION_METHODS))
     models.add_argument(

@@ -18,7 +18,7 @@ from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, synchroni
 from bench.throughput.options import Options
 from bench.throughput.ours import Ours
 from bench.throughput.prompts import Group, Prompt, cut, groups, render
-from bench.throughput.records import Records
+from bench.throughput.records import Records, unit_of
 
 PLAINS = (OUR_PLAIN, "transformers plain")  # what texts are compared with
 WARMUP_TOKENS = 16
@@ -66,6 +66,7 @@ class Match:
                 for number, group in enumerate(self.groups, repeat * len(self.groups)):
                     unit = self._unit(group, repeat)
                     if self.records.has(unit, [method.name for method in methods]):
+                        self._recall(methods, group, unit)
                         skip(bar, 1)
                         continue
                     self.records.drop(unit)
@@ -162,6 +163,14 @@ class Match:
     def _seeds(self, group: Group, repeat: int) -> list[int]:
         return [self.options.seed + 1000 * prompt.index + 100 * group.turn + repeat for prompt in group.prompts]
 
+    def _recall(self, methods: Sequence[Method], group: Group, unit: dict[str, Any]) -> None:
+        """What was measured before an interruption, for methods that learn from their answers."""
+        prompts, seeds = self._prompts(group, unit["repeat"]), self._seeds(group, unit["repeat"])
+        known = [record for record in self.records.records if unit_of(record) == unit]
+        for method in methods:
+            texts = {r["line"]: r.get("token_ids", []) for r in known if r["method"] == method.name}
+            method.recall(prompts, seeds, [texts[prompt.index + 1] for prompt in group.prompts])
+
     def _measure(
         self, methods: Sequence[Method], group: Group, unit: dict[str, Any], number: int
     ) -> list[dict[str, Any]]:
@@ -210,7 +219,7 @@ class Match:
             "draft_seconds": call.draft_seconds, "verify_seconds": call.verify_seconds, "overhead_seconds": overhead,
             "forward_seconds": call.forward_seconds,
             "rounds": row.rounds, "draft_tokens": row.draft_tokens, "accepted_tokens": row.accepted_tokens,
-            "acceptance_per_position": row.acceptance_per_position,
+            "acceptance_per_position": row.acceptance_per_position, "rounds_per_position": row.rounds_per_position,
             "token_ids": row.token_ids, "text": self.bed.tokenizer.decode(row.token_ids, skip_special_tokens=True),
         }  # fmt: skip
 

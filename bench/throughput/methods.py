@@ -48,6 +48,7 @@ class Row:
     draft_tokens: int | None = None  # proposed
     accepted_tokens: int | None = None
     acceptance_per_position: list[float] = field(default_factory=list)
+    rounds_per_position: list[int] = field(default_factory=list)  # those that proposed a token there
 
     @classmethod
     def plain(cls, token_ids: list[int]) -> "Row":
@@ -58,12 +59,10 @@ class Row:
     def of_rounds(cls, token_ids: list[int], rounds: Sequence[tuple[int, int]]) -> "Row":
         """From (proposed, accepted) of each round."""
         longest = max((proposed for proposed, _ in rounds), default=0)
-        per_position = [
-            sum(accepted > i for _, accepted in rounds) / sum(proposed > i for proposed, _ in rounds)
-            for i in range(longest)
-        ]
+        proposing = [sum(proposed > i for proposed, _ in rounds) for i in range(longest)]
+        per_position = [sum(accepted > i for _, accepted in rounds) / proposing[i] for i in range(longest)]
         proposed, accepted = (sum(counts) for counts in zip(*rounds, strict=True)) if rounds else (0, 0)
-        return cls(token_ids, len(rounds), proposed, accepted, per_position)
+        return cls(token_ids, len(rounds), proposed, accepted, per_position, proposing)
 
 
 @dataclass
@@ -131,6 +130,9 @@ class Method(ABC):
 
     def forget(self) -> None:  # noqa: B027  # most keep nothing
         """Drop what earlier answers taught it, as their prompts come again."""
+
+    def recall(self, prompts: list[list[int]], seeds: list[int], answers: list[list[int]]) -> None:  # noqa: B027
+        """Learn what it learned when it gave these answers, in a run that was interrupted."""
 
     def close(self) -> None:  # noqa: B027  # most have nothing of their own
         """Let go of what `prepare` made."""

@@ -17,6 +17,7 @@ from engine.loading import DTYPES
 
 BASELINES = ("plain", "lookup", "assistant", "compiled", "no-cache", "flashspec", "economize")
 DEFAULT_BASELINES = ("plain", "lookup", "assistant", "compiled", "flashspec", "economize")
+DEFAULT_K = 5  # of those baselines that draft, and know no "auto", where no number is given
 DRAFTS = ("own", "greedy", "sampled")
 # What the script itself passes to engine.load.
 _OWN_LOAD_OPTIONS = {

@@ -131,14 +131,24 @@ class Ours(Method):
         for output in outputs:
             stats = output.stats
             accepted, per_position = stats.accepted_tokens, stats.acceptance_per_position
-            rows.append(Row(output.token_ids, stats.rounds, stats.draft_tokens, accepted, per_position))
+            proposing = [stats.rounds_with(n, 0) for n in range(1, len(per_position) + 1)]
+            rows.append(Row(output.token_ids, stats.rounds, stats.draft_tokens, accepted, per_position, proposing))
         return Call(rows, prefill, 0, draft, verify, clock.seconds if on_cpu else None)
 
     def forget(self) -> None:
         """A suffix drafter would draft its own answer to the same prompt."""
-        for stage in stages_of(self._llm.drafter):
-            if isinstance(stage, engine.SuffixDrafter):
-                stage.forget()
+        for stage in self._suffix_drafters():
+            stage.forget()
+
+    def recall(self, prompts: list[list[int]], seeds: list[int], answers: list[list[int]]) -> None:
+        """A suffix drafter drafts from earlier answers."""
+        drawn = self._contest.temperature > 0 and self.verification != "coupled"
+        for stage in self._suffix_drafters():
+            for prompt, seed, answer in zip(prompts, seeds, answers, strict=True):
+                stage.remember(prompt, answer, seed if drawn else None)
+
+    def _suffix_drafters(self) -> list[engine.SuffixDrafter]:
+        return [stage for stage in stages_of(self._llm.drafter) if isinstance(stage, engine.SuffixDrafter)]
 
     def close(self) -> None:
         self._llm = self._drafter = None  # type: ignore[assignment]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from bench.throughput.hf import Transformers, TransformersAssisted
 from bench.throughput.methods import Contest, Method
-from bench.throughput.options import Options, draws, is_draft_model
+from bench.throughput.options import DEFAULT_K, Options, draws, is_draft_model
 from bench.throughput.others import Economize, FlashSpec
 from bench.throughput.ours import Ours
 
@@ -55,6 +55,8 @@ def _ways_to_draft(options: Options, contest: Contest, drafter: str) -> list[str
 def _baselines(options: Options) -> Iterator[Method]:
     wanted = options.baselines
     widths = [k for k in options.num_draft_tokens if isinstance(k, int) and k > 0]
+    if not widths and "auto" in options.num_draft_tokens:
+        widths = [DEFAULT_K]
     for name, method in (
         ("plain", Transformers()),
         ("compiled", Transformers(compiled=True)),

@@ -55,8 +55,9 @@ class Records:
                 (folder / name).unlink(missing_ok=True)
         elif (folder / RUN).exists():
             before = _read_run(folder)
-            _refuse_others(folder, before, run)
-            run = before
+            if read_records(folder):  # else nothing would be lost
+                _refuse_others(folder, before, run)
+                run = before
         elif (folder / RECORDS).exists():
             raise ValueError(f"{folder} holds {RECORDS} without {RUN}: choose another --out, or add --restart")
         self.run: dict[str, Any] = {"complete": False, "finished": {}, "skipped": [], **run}

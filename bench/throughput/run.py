@@ -19,6 +19,7 @@ from bench.throughput.match import Match, room_for_prompts, say, skip
 from bench.throughput.options import Options
 from bench.throughput.prompts import Prompt, groups, read_prompts, select
 from bench.throughput.records import Records, no_other_run
+from engine.checkpoints import check_checkpoint
 from engine.default_model import find_model
 
 CODE = ("engine", "kernels", "bench/throughput")
@@ -66,6 +67,9 @@ def run(options: Options, restart: bool = False) -> Records:
     prompts = select(read_prompts(options.prompts), options.categories, options.per_category, options.max_turns)
     for contest in plan.contests(options, ""):
         plan.methods(options, contest)  # so that a name that is wrong in one of them is told before anything is done
+    check_checkpoint(options.target or find_model(), "target")  # before a run that is there is discarded
+    for model in options.shared_models:
+        check_checkpoint(model, "drafter")
     timing.use_all_cores()
     with no_other_run(options.out):
         records = Records(options.out, describe(options, prompts), restart)

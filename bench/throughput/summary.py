@@ -74,19 +74,18 @@ class Summary:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """[i]: of a row's rounds that proposed an (i+1)-th token, the share that took it; mean of the rows that had such rounds,
-        weighted by all their rounds.
+        """[i]: of the rounds that proposed an (i+1)-th token, the share that took it.
+
+        Older records do not tell how many rounds did, unless all drafts were first ones: there, the mean of the rows that had such
+        rounds, weighted by all their rounds.
         """
-        rows = [row for row in self.rows if row["acceptance_per_position"]]
-        longest = max((len(row["acceptance_per_position"]) for row in rows), default=0)
+        longest = max((len(row["acceptance_per_position"]) for row in self.rows), default=0)
         means = []
         for i in range(longest):
-            having = [
-                (row["acceptance_per_position"][i], row["rounds"])
-                for row in rows
-                if len(row["acceptance_per_position"]) > i
-            ]
-            means.append(sum(rate * rounds for rate, rounds in having) / sum(rounds for _, rounds in having))
+            having = [row for row in self.rows if len(row["acceptance_per_position"]) > i]
+            rounds = [_rounds_that_proposed(row, i) for row in having]
+            stood = sum(row["acceptance_per_position"][i] * n for row, n in zip(having, rounds, strict=True))
+            means.append(stood / sum(rounds))
         return means
 
     @property
@@ -130,6 +129,13 @@ class Summary:
     def compared_with(self, plain: str) -> list[dict[str, Any] | None]:
         """For each row that was compared with a plain decoding: None where they are the same, else the difference."""
         return [row["differences"][plain] for row in self.rows if plain in row["differences"]]
+
+
+def _rounds_that_proposed(row: Mapping[str, Any], position: int) -> int:
+    """Rounds of a row in which a token at this position, counted from 0, was proposed."""
+    if "rounds_per_position" in row:
+        return int(row["rounds_per_position"][position])
+    return int(row["draft_tokens"] if len(row["acceptance_per_position"]) == 1 else row["rounds"])
 
 
 def summarize(records: Sequence[Mapping[str, Any]], relative_to: str) -> dict[Contest, list[Summary]]:
