@@ -137,6 +137,7 @@ def train(
     """
     from .default_model import find_model
 
+    out = out.expanduser()
     texts = read_prompts([], prompts)
     chosen = TrainingOptions(
         method=method, target=find_model() if target is None else target, chat=chat,
@@ -159,4 +160,8 @@ def train(
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from what is in {out}", file=sys.stderr)
         raise
-    print(f"the {method} drafter is in {out}: use it with --target {quote(chosen.target)} --drafter {quote(str(out))}")
+    place = str(out) if out.is_absolute() else f"./{out}"  # a bare name may be that of another drafter
+    hint = ", behind generate --chat if the target has a chat template," if chat else ""
+    print(
+        f"the {method} drafter is in {out}: use it{hint} with --target {quote(chosen.target)} --drafter {quote(place)}"
+    )

@@ -96,8 +96,7 @@ class SamplingParams:
         max_new_tokens: at most this many tokens, >= 1.
         seed: in [0, 2**63); the random numbers depend on it, and not on the batch. Under "rejection" and "block" a sampled text
             depends on the drafts as well: with num_draft_tokens="auto", chosen by measured times, or drafter="suffix", which
-            drafts from earlier outputs, it can be another one in each call, of the same distribution. None: a fresh seed for
-            each request.
+            drafts from earlier outputs, it can be another one in each call. None: a fresh seed for each request.
         stop: end before any of these strings, also where one spans several tokens. They are looked for in the text, which has no
             special tokens; a string that is exactly a special token of the tokenizer, such as "<|im_end|>", counts as one of
             `stop_token_ids`.

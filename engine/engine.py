@@ -130,7 +130,10 @@ class Engine:
         check_bool("progress", progress)
         requests, single = self._requests.make(prompts, params)
         outputs: list[Output | None] = [None] * len(requests)
-        with tqdm(total=len(requests), unit="prompt", disable=not progress or self._ranks.rank > 0) as bar:
+        hidden = not progress or self._ranks.rank > 0
+        with tqdm(
+            total=len(requests), unit="prompt", disable=hidden, leave=None
+        ) as bar:  # below another bar, gone at the end
             tokens = 0
             try:
                 for request, new in self._serve(requests):

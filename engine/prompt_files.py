@@ -25,6 +25,8 @@ def read_prompts(arguments: list[str], file: str | None) -> list[str]:
         raise ValueError(f"{file} must hold at least one prompt, but it is empty")
     if file.endswith(".jsonl") or isinstance(_parse(lines[0][1]), dict):
         return [_prompt_of(line, f"{file}:{number}") for number, line in lines]
+    if isinstance(_parse("\n".join(line for _, line in lines)), list):
+        raise ValueError(f"{file} must hold a prompt per line, or a JSON object per line, got one JSON list")
     return [line for _, line in lines]
 
 

@@ -179,6 +179,7 @@ def test_prompts_from_stdin(engines: list[FakeEngine], monkeypatch: pytest.Monke
         ("generate -t model -f missing.txt", 2, "missing.txt"),
         ("generate -t model -f {bad} ", 2, 'bad.jsonl:2 must be a JSON object with a string "prompt"'),
         ("generate -t model -f {empty}", 2, "must hold at least one prompt"),
+        ("generate -t model -f {list}", 2, "must hold a prompt per line, or a JSON object per line, got one JSON list"),
         ("generate -t model -f {empty} x", 2, "not both"),
         ("generate -t model -f {latin}", 2, "latin.txt must be UTF-8 text"),
         ("generate -t model -f {deep}", 2, 'deep.jsonl:1 must be a JSON object with a string "prompt"'),
@@ -199,7 +200,8 @@ def test_bad_input_gives_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     files = {"bad": tmp_path / "bad.jsonl", "empty": tmp_path / "empty.txt", "folder": tmp_path}
-    files |= {"latin": tmp_path / "latin.txt", "deep": tmp_path / "deep.jsonl"}
+    files |= {"latin": tmp_path / "latin.txt", "deep": tmp_path / "deep.jsonl", "list": tmp_path / "list.json"}
+    files["list"].write_text('[\n {"prompt": "one"},\n {"prompt": "two"}\n]\n')
     files["latin"].write_bytes(b"caf\xe9\n")
     files["deep"].write_text("[" * 100_000 + "]" * 100_000 + "\n")
     files["bad"].write_text('{"prompt": "one"}\n{"prompt": 2}\n')
@@ -356,7 +358,10 @@ def test_train_passes_all_options_on(
     prompts.write_text('{"prompt": "one"}\n{"turns": ["two", "x"]}\n')
     command = ["train", "eagle3", "--prompts", str(prompts), "--out", str(out), "-t", "model"]
     assert cli.main(command) == 0
-    assert capsys.readouterr().out == f"the eagle3 drafter is in {out}: use it with --target model --drafter {out}\n"
+    assert capsys.readouterr().out == (
+        f"the eagle3 drafter is in {out}: use it, behind generate --chat if the target has a chat template, with --target model "
+        f"--drafter {out}\n"
+    )
     assert trainings.pop() == (["one", "two"], out, TrainingOptions("eagle3", "model"))
     other: dict[str, Any] = dict(
         temperatures=(0.5, 1.0), layers=(3, 1), chat=False, start_from="head", freeze_head=True, max_new_tokens=5, max_length=6,

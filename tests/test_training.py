@@ -740,6 +740,25 @@ def test_token_ids_as_prompts_and_two_are_enough(target: Path, tmp_path: Path) -
     assert texts_of(target, out)[0] == texts_of(target, None)[0]
 
 
+def test_all_prompts_that_cannot_be_taken_are_named(target: Path, tmp_path: Path) -> None:
+    """In one run: there may be thousands of prompts."""
+    prompts = [[5, 6], [7] * 40, "fine", [1_000_000], [8] * 50]
+    with pytest.raises(ValueError, match=r"^prompts\[1\] has 40 tokens; .*; refused too are 2 of the 5 prompts: 3, 4$"):
+        train_drafter(prompts, tmp_path / "out", options(target, max_length=30))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_the_folder_may_be_at_home(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell does not expand the ~ in --out=~/drafter."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    changes = dict(method="medusa", max_new_tokens=2, epochs=1)
+    assert train_drafter([[5], [7, 8, 9]], "~/drafter", options(target, **changes)) == tmp_path / "drafter"
+    assert engine.load(target, drafter="~/drafter", num_draft_tokens=2).generate(
+        [5], engine.SamplingParams(max_new_tokens=2)
+    )
+
+
 @pytest.mark.usefixtures("no_plot")
 def test_prompts_of_all_types_that_an_engine_takes(target: Path, tmp_path: Path) -> None:
     """Ids are the same work whatever holds them."""
@@ -847,8 +866,9 @@ def test_heads_that_cannot_be_started_from(target: Path, whole: Path, tmp_path: 
         (whole, wider, {}, r"start_from must be .*; it differs in \['layers.0.mlp.down_proj.weight', "),
         (target, target, {}, "start_from must be an EAGLE-3 head, got "),
         ("ngram", target, {}, "start_from must be an EAGLE-3 head, got 'ngram'"),
+        ("./missing", target, {}, "start_from must be an existing path or a hub id, got './missing'"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
             train_drafter(PROMPTS, tmp_path / "out", options(aim, start_from=str(head), **changes))
         assert not (tmp_path / "out").exists()
 

@@ -112,7 +112,7 @@ def test_prompts_are_answered_in_the_same_groups_after_an_interruption(tmp_path:
     """In bf16 an answer may depend on who shares its batch, so a group of which a part was written is done again."""
     prompts, file, asked = [[i] for i in range(20)], tmp_path / "answers.jsonl", []
 
-    def generate(group: list[list[int]], params: Any) -> list[Any]:
+    def generate(group: list[list[int]], params: Any, progress: bool) -> list[Any]:
         asked.append(sorted(token for (token,) in group))
         return [SimpleNamespace(prompt_token_ids=prompt, token_ids=[7]) for prompt in group]
 

@@ -67,6 +67,16 @@ class SuffixDrafter(LookupDrafter):
         self._rows.clear()
         self._pool = _Pool(self.pool_tokens)
 
+    def remember(self, prompt: Sequence[int], output: Sequence[int], seed: int | None = None) -> None:
+        """Put an output into the pool as if it had been generated here.
+
+        Args:
+            prompt, output: token ids.
+            seed: of the request, if the output was sampled under `rejection` or `block`.
+        """
+        if len(output):
+            self._pool.add(np.array([*prompt[-self.max_ngram :], *output], dtype=np.int32), seed)
+
     def continuation(self, slot: int, text: Tokens, most: int) -> list[tuple[int, float]]:
         """See the class and `LookupDrafter`."""
         if slot not in self._rows:

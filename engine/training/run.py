@@ -23,6 +23,7 @@ from ..drafters.eagle import EagleDrafter
 from ..drafters.eagle_model import usual_layers
 from ..drafters.named import named
 from ..heads import find_head
+from ..hub import existing_path
 from ..prompts import encode
 from ..support import vocab_size
 from .answers import Answer, answer_prompts
@@ -59,7 +60,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
             there is still there then, and the same call goes on from it.
         EngineError: if the training diverges.
     """
-    out = Path(out)
+    out = Path(out).expanduser()
     _check_prompts(prompts)
     shared = [field.name for field in fields(options) if field.metadata.get("part_of_settings", True)]
     settings = settings_of({name: getattr(options, name) for name in shared}, prompts)
@@ -85,7 +86,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     if options.chat:
         prompts = [_wrapped(prompt, tokenizer) for prompt in prompts]
     num_tokens = vocab_size(target)
-    ids = [encode(prompt, f"prompts[{i}]", tokenizer, num_tokens, limit) for i, prompt in enumerate(prompts)]
+    ids = _encoded(prompts, tokenizer, num_tokens, limit)
     options = replace(options, chat=options.chat and any(map(_is_chat, prompts)))  # as it was, for the card
     held = min(max(1, round(options.validation_share * len(ids))), len(ids) - 1)
     _warn_of_known_prompts(ids[:-held], ids[-held:])
@@ -161,6 +162,26 @@ def _wrapped(prompt: Any, tokenizer: Any) -> Any:
     return [{"role": "user", "content": prompt}]
 
 
+def _encoded(prompts: Sequence[Any], tokenizer: Any, num_tokens: int, limit: int) -> list[list[int]]:
+    """Token ids of all prompts.
+
+    Raises:
+        ValueError: with what is wrong with the first that cannot be taken, and which others there are.
+    """
+    ids, refused = [], {}
+    for index, prompt in enumerate(prompts):
+        try:
+            ids.append(encode(prompt, f"prompts[{index}]", tokenizer, num_tokens, limit))
+        except ValueError as error:
+            refused[index] = error
+    if refused:
+        first, *others = refused
+        listed = ", ".join(map(str, others[:10])) + (", ..." if len(others) > 10 else "")
+        more = f"; refused too are {len(others)} of the {len(prompts)} prompts: {listed}" if others else ""
+        raise ValueError(f"{refused[first]}{more}") from refused[first]
+    return ids
+
+
 def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and isinstance(prompt[0], dict)
 
@@ -204,6 +225,8 @@ def _head_to_start_from(options: TrainingOptions) -> EagleDrafter:
         OSError: for a hub id that cannot be had.
     """
     name = str(options.start_from)
+    if find_head(name) is None:
+        existing_path(name, "start_from")
     found = named(name)
     if not isinstance(found, EagleDrafter) or found.model.config.eagle != 3:
         raise ValueError(f"start_from must be an EAGLE-3 head, got {name!r}")
