@@ -59,9 +59,9 @@ class Engine:
         self._requests = RequestMaker(
             tokenizer, self._target.vocab_size, self.max_length, repetition_penalty(model), self._ranks
         )
-        graphs = Graphs.for_device(model.device) if self._target.capturable else Graphs(None)
+        self._graphs = Graphs.for_device(model.device) if self._target.capturable else Graphs(None)
         self._server = Server(
-            Round(self._target, drafter, config.verification, RoundClock(model.device), graphs),
+            Round(self._target, drafter, config.verification, RoundClock(model.device), self._graphs),
             BatchState.allocate(config.max_batch_size, self.max_length, model.device),
             self._lengths(),
             config,
@@ -81,7 +81,8 @@ class Engine:
 
         On a CPU its linear layers may be packed (`packing.py`). These have no parameters: `parameters()` lacks them, and
         `state_dict()` unpacks them. Their `weight` may be a copy: to change weights, call `load_state_dict`, or load a live model and
-        change that. On a GPU change weights in place: rounds that have been captured read them where they lie.
+        change that. On a GPU change weights in place: rounds that have been captured read them where they lie. Other parameters,
+        modules, hooks or adapters are seen by the next call, which captures its rounds anew.
         """
         return self._target.model
 
@@ -247,7 +248,8 @@ class Engine:
                 del self._served["call"]
 
     def _make_ready(self) -> None:
-        """Undo what others or an interrupt have done to the target (training mode, left out layers).
+        """Undo what others or an interrupt have done to the target (training mode, left out layers), and forget the graphs of what a
+        live model no longer does.
 
         Raises:
             EngineError: if its drafter serves another engine by now, or the target has been moved or compiled.
@@ -271,6 +273,12 @@ class Engine:
             raise EngineError(compiled_reason("the target", part))
         if any(module.training for module in model.modules()):  # perhaps one that has been put in since
             model.eval()
+        drafting = [
+            stage.ragged.model
+            for stage in stages_of(self.drafter)
+            if isinstance(getattr(stage, "ragged", None), RaggedModel)
+        ]
+        self._graphs.follow([model, *drafting])
 
     def _output(self, request: Request) -> Output:
         assert request.finish_reason is not None

@@ -195,6 +195,39 @@ def test_layers_are_fused_while_nobody_watches_their_modules(
     assert {id(each.parts) for each in layers[1:]} == set(map(id, calls))
 
 
+class Switched(torch.nn.Module):
+    """A layer with an adapter, as peft has them."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base, self._disable_adapters = base, False
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.base(hidden) if self._disable_adapters else -self.base(hidden)
+
+
+@pytest.mark.parametrize("change", ["hook", "parameter", "adapter"])
+def test_captured_rounds_follow_a_live_model(device: Device, change: str) -> None:
+    params, texts = engine.SamplingParams(max_new_tokens=12), []
+    for where in ("cpu", "cuda"):
+        model = target()
+        switched = model.model.layers[1].mlp.down_proj = Switched(model.model.layers[1].mlp.down_proj)
+        llm = engine.load(model.to(where), drafter="ngram", num_draft_tokens=3, exact=False)
+        set_up = []
+        for _ in range(3):
+            before = llm.generate(PROMPTS[0], params).token_ids
+            set_up.append(llm._graphs.set_up)
+        assert set_up[1] == set_up[2] and (where == "cpu") == (len(llm._graphs) == 0)
+        if change == "hook":
+            model.lm_head.register_forward_hook(lambda *given: -given[-1])
+        elif change == "parameter":
+            model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
+        else:
+            switched._disable_adapters = True
+        texts.append((before, llm.generate(PROMPTS[0], params).token_ids))
+    assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
+
+
 class Pauses(FixedLength):
     """Two drafts, after more and more rounds without."""
 
