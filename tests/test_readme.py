@@ -100,12 +100,12 @@ def test_the_packaged_head() -> None:
     )
     assert cells("tokens per target call, the head alone")[0] == f"{alone['block_efficiency']:.2f}"
     kinds = behind_ngrams["categories"]
-    assert min(kinds, key=kinds.get) == "qa" and max(kinds, key=kinds.get) == "extraction"
+    assert min(kinds, key=kinds.get) == "roleplay" and max(kinds, key=kinds.get) == "extraction"
     assert cells("tokens per target call, n-gram lookup or else the head")[0] == (
-        f"{behind_ngrams['block_efficiency']:.2f}, from {kinds['qa']:.2f} (short questions) to "
+        f"{behind_ngrams['block_efficiency']:.2f}, from {kinds['roleplay']:.2f} (role play) to "
         f"{kinds['extraction']:.2f} (extraction)"
     )
-    names = dict(summarization="summaries", humanities="humanities", qa="short questions")
+    names = dict(summarization="summaries", roleplay="role play", qa="short questions")
     worst = sorted(alone["categories"].items(), key=lambda item: item[1])[:3]
     first, second, third = (f"{names[kind]} ({tokens:.2f}" for kind, tokens in worst)
     assert f"drafts worst in {first} tokens a target call, K = 4), {second}) and {third})" in " ".join(TEXT.split())

@@ -125,7 +125,7 @@ case $4 in *.jsonl) seq -f "%.0f ${{name/ninth_14/lk}} {text}" 4000 > "$4" ;; es
         ["--seed", "17", "--only", "coding"],
     ]
     train = typer.main.get_command(cli.app).commands["train"]
-    runs = first, second, third, fourth, fifth, sixth, seventh, eighth, ninth = tuple(
+    runs = first, second, third, fourth, fifth, sixth, seventh, eighth, ninth, tenth = tuple(
         train.make_context("train", words[3:]).params for words in trainings
     )
     for options in runs:
@@ -137,9 +137,10 @@ case $4 in *.jsonl) seq -f "%.0f ${{name/ninth_14/lk}} {text}" 4000 > "$4" ;; es
     assert sixth["start_from"] == str(fifth["out"]) == f"{out}/fifth"
     assert seventh["start_from"] == str(sixth["out"]) == f"{out}/sixth"
     assert eighth["start_from"] == str(seventh["out"]) == f"{out}/seventh"
-    assert ninth["start_from"] == str(eighth["out"]) == f"{out}/eighth" and str(ninth["out"]) == f"{out}/head"
-    assert [options["learn_prompts"] for options in runs] == [False, False] + [True] * 6 + [False]
-    assert [options["loss"] for options in runs] == ["kl"] * 7 + ["lk"] * 2
+    assert ninth["start_from"] == str(eighth["out"]) == f"{out}/eighth"
+    assert tenth["start_from"] == str(ninth["out"]) == f"{out}/ninth" and str(tenth["out"]) == f"{out}/head"
+    assert [options["learn_prompts"] for options in runs] == [False, False] + [True] * 6 + [False] * 2
+    assert [options["loss"] for options in runs] == ["kl"] * 7 + ["lk"] * 3
     read = [Path(options["prompts"]).read_text().splitlines() for options in runs]
     assert [len(lines) for lines in read] == [
         3072,
@@ -151,8 +152,10 @@ case $4 in *.jsonl) seq -f "%.0f ${{name/ninth_14/lk}} {text}" 4000 > "$4" ;; es
         12000,
         12000,
         4608,
+        6144,
     ]
-    assert not set(read[-1]) & set(chain.from_iterable(read[:-1]))
+    for index in (-2, -1):
+        assert not set(read[index]) & set(chain.from_iterable(read[:index]))
     invented_ones = [f"{number} invented.jsonl {text}" for number in range(1, 4001)]
     assert sorted(read[2]) == sorted([*read[0], *invented_ones])
     assert sorted(read[3]) == sorted([*(out / "real.jsonl").read_text().splitlines(), *invented_ones])

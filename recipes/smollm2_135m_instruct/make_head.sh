@@ -38,7 +38,9 @@ for seed in 14 16; do
 done
 cat "$out"/{templates,real,more,other,code,last_*,lk_*}.jsonl > "$out/earlier.jsonl"  # other seeds give some of them again
 cat "$out"/ninth_{14,16}_{texts,templates,code}.jsonl | awk '!seen[$0]++' | grep -vxFf "$out/earlier.jsonl" \
-    | shuf --random-source=<(yes) | sed -n '1,4608p' > "$out/ninth.jsonl"
+    | shuf --random-source=<(yes) > "$out/others.jsonl"
+sed -n '1,4608p' "$out/others.jsonl" > "$out/ninth.jsonl"
+sed -n '4609,10752p' "$out/others.jsonl" > "$out/tenth.jsonl"
 
 common=(--freeze-head --num-steps 3 --tokens-per-batch 2048)
 python -m engine train eagle3 --prompts "$out/first.jsonl" --out "$out/first" "${common[@]}" \
@@ -57,5 +59,7 @@ python -m engine train eagle3 --prompts "$out/seventh.jsonl" --out "$out/seventh
     --start-from "$out/sixth" --epochs 2 --learning-rate 0.0007 --learn-prompts --validation-share 0.03
 python -m engine train eagle3 --prompts "$out/eighth.jsonl" --out "$out/eighth" "${common[@]}" \
     --start-from "$out/seventh" --epochs 2 --learning-rate 0.0007 --learn-prompts --validation-share 0.0746 --loss lk
-python -m engine train eagle3 --prompts "$out/ninth.jsonl" --out "$out/head" "${common[@]}" \
+python -m engine train eagle3 --prompts "$out/ninth.jsonl" --out "$out/ninth" "${common[@]}" \
     --start-from "$out/eighth" --epochs 2 --learning-rate 0.0007 --validation-share 0.054 --loss lk
+python -m engine train eagle3 --prompts "$out/tenth.jsonl" --out "$out/head" "${common[@]}" \
+    --start-from "$out/ninth" --epochs 2 --learning-rate 0.0007 --validation-share 0.04 --loss lk
