@@ -123,7 +123,7 @@ def test_more_drafts_than_rows_end_with_the_rows() -> None:
         ),
         (dict(cu_num_logits=torch.zeros(2, dtype=torch.int32)), r"^cu_num_logits must be int32 .* of shape \[2\]$"),
         (dict(cu_num_logits=[0, 1, 2]), "^cu_num_logits must be a tensor"),
-        (dict(target_logits=torch.zeros(2, 1, 5)), r"^target_logits must be floating .* \[B, V\]"),
+        (dict(target_logits=torch.zeros(2, 1, 5)), r"^target_logits must be floating .* \[N, V\]"),
         (dict(logit_bias=torch.zeros(2, 5)), r"^logit_bias must have shape \[V\], \[B, 1, V\] or that of the logits"),
         (dict(draft_tokens=torch.zeros(2, dtype=torch.int64)), r"^draft_tokens must be int64 of shape \[B, K\]"),
         (dict(seed=torch.zeros(3, dtype=torch.int64)), r"^seed must have shape \[B\] = \[2\]"),
