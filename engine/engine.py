@@ -16,6 +16,7 @@ from .drafters.base import Drafter, stages_of
 from .errors import EngineError, InvalidLogitsError
 from .generation_config import eos_token_ids, repetition_penalty, warn_of_not_applied
 from .graphs import Graphs
+from .live_models import make_ready, work_of
 from .metrics import RoundClock, Stats
 from .model import EXACT_WIDTH, RaggedModel
 from .output import Output, Piece
@@ -25,7 +26,6 @@ from .round import Round
 from .scheduler import Request
 from .serving import Server
 from .state import BatchState
-from .support import compiled_part, compiled_reason
 
 _USUAL_LENGTHS = (256, 512, 1024)  # tokens of a text, which `warmup` prepares for unless told otherwise; a bucket each
 _Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or a chat
@@ -132,9 +132,7 @@ class Engine:
         requests, single = self._requests.make(prompts, params)
         outputs: list[Output | None] = [None] * len(requests)
         hidden = not progress or self._ranks.rank > 0
-        with tqdm(
-            total=len(requests), unit="prompt", disable=hidden, leave=None
-        ) as bar:  # below another bar, gone at the end
+        with tqdm(total=len(requests), unit="prompt", disable=hidden, leave=None) as bar:  # None: unless below another
             tokens = 0
             try:
                 for request, new in self._serve(requests):
@@ -262,23 +260,11 @@ class Engine:
                 )
             if (restore := getattr(part, "restore", None)) is not None:
                 restore()
-        model, loaded = self.target_model, self._target
-        # K/V, packed weights and drafters are as it was.
-        if (model.dtype, model.device) != (loaded.dtype, loaded.device):
-            raise EngineError(
-                f"the target must stay in {loaded.dtype} on {loaded.device}, as it was when this engine was loaded, and is in "
-                f"{model.dtype} on {model.device} by now: load it again"
-            )
-        if (part := compiled_part(model)) is not None:
-            raise EngineError(compiled_reason("the target", part))
-        if any(module.training for module in model.modules()):  # perhaps one that has been put in since
-            model.eval()
-        drafting = [
-            stage.ragged.model
-            for stage in stages_of(self.drafter)
-            if isinstance(getattr(stage, "ragged", None), RaggedModel)
-        ]
-        self._graphs.follow([model, *drafting])
+        make_ready(self._target)
+        if self._graphs.enabled:
+            drafting = (getattr(stage, "ragged", None) for stage in stages_of(self.drafter))
+            live = [self._target, *(each for each in drafting if isinstance(each, RaggedModel))]
+            self._graphs.follow(work_of(each.model for each in live))
 
     def _output(self, request: Request) -> Output:
         assert request.finish_reason is not None

@@ -9,21 +9,19 @@ import gc
 import logging
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import nn
 
 from .backend import reserve_counters
 from .errors import EngineError
 
 logger = logging.getLogger(__name__)
 _all: "WeakSet[Graphs]" = WeakSet()
-_OF_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # attributes of a layer of peft
 _FEWEST = 2  # graphs that there must be memory for: the two halves of a round
 _one_at_a_time = threading.Lock()  # of all threads' captures, which share a stream and the kernels' counters
 _failed: list[Any] = []  # CUDA graphs; torch's allocators go on asking them which memory is theirs, so they must live
@@ -260,9 +258,8 @@ class Graphs:
             self._told_full = True
             logger.warning("more than %d CUDA graphs are wanted: those not used for longest are forgotten", self._max)
 
-    def follow(self, models: Sequence[nn.Module]) -> None:
-        """Forget all graphs if a forward pass of one of these models is other work than at the last call of this."""
-        work = [each for model in models for each in _work_of(model)] if self.enabled else []
+    def follow(self, work: list[Hashable]) -> None:
+        """Forget all graphs if what decides which work they are (`live_models.work_of`) is not what it was at the last call."""
         if work != self._work:
             self.clear()
             self._work = work
@@ -271,29 +268,6 @@ class Graphs:
         """Forget all graphs, as a buffer that they use moves."""
         self._captured.clear()
         self._seen.clear()
-
-
-def _work_of(model: nn.Module) -> list[Hashable]:
-    """What decides which work a forward pass of a model is, beside its input: modules, parameters, hooks and adapters.
-
-    Values of parameters do not, as a graph reads them where they lie; nor do transformers' own hooks, which its first calls add.
-    """
-    found: list[Hashable] = []
-    for module in model.modules():
-        found.append(id(module))
-        found += map(id, module._parameters.values())
-        members = vars(module)
-        if "forward" in members:
-            found.append(id(members["forward"]))
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            found += (
-                id(hook)
-                for hook in hooks.values()
-                if not str(getattr(hook, "__module__", "")).startswith("transformers.")
-            )
-        if "_disable_adapters" in members:
-            found.append(repr([members.get(name) for name in _OF_ADAPTERS]))
-    return found
 
 
 def bucket(size: int, smallest: int) -> int:

@@ -117,9 +117,7 @@ def _tokenizer(tokenizer: Any) -> Any:
     is_tokenizer = callable(tokenizer) and hasattr(tokenizer, "decode") and not isinstance(tokenizer, type)
     if tokenizer is not None and not is_tokenizer:
         raise ValueError(f"tokenizer must be a tokenizer of transformers, a folder or a hub id, got {tokenizer!r:.100}")
-    if callable(
-        getattr(tokenizer, "added_tokens_decoder", None)
-    ):  # those of mistral-common do not tell their special tokens
+    if callable(getattr(tokenizer, "added_tokens_decoder", None)):  # mistral-common's do not tell their special tokens
         raise ValueError(
             f"tokenizer must be one with special tokens and a chat template, got a {type(tokenizer).__name__}: "
             f"AutoTokenizer.from_pretrained(..., mistral_format=False) gives one"

@@ -1,0 +1,50 @@
+"""What others may do to a live model between two calls of its engine."""
+
+from collections.abc import Hashable, Iterable
+
+from torch import nn
+
+from .errors import EngineError
+from .model import RaggedModel
+from .support import compiled_part, compiled_reason
+
+_OF_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # attributes of a layer of peft
+
+
+def make_ready(target: RaggedModel) -> None:
+    """Out of training mode, where it or a module that has been put in since is in it.
+
+    Raises:
+        EngineError: if the target has been moved or compiled since it was loaded.
+    """
+    model = target.model
+    # K/V, packed weights and drafters are as it was.
+    if (model.dtype, model.device) != (target.dtype, target.device):
+        raise EngineError(
+            f"the target must stay in {target.dtype} on {target.device}, as it was when this engine was loaded, and is in "
+            f"{model.dtype} on {model.device} by now: load it again"
+        )
+    if (part := compiled_part(model)) is not None:
+        raise EngineError(compiled_reason("the target", part))
+    if any(module.training for module in model.modules()):
+        model.eval()
+
+
+def work_of(models: Iterable[nn.Module]) -> list[Hashable]:
+    """What decides which work the models' forward passes are, beside their input: modules, parameters, hooks and adapters.
+
+    Values of parameters do not, as a graph reads them where they lie; nor do transformers' own hooks, which its first calls add.
+    """
+    found: list[Hashable] = []
+    for module in (module for model in models for module in model.modules()):
+        found.append(id(module))
+        found += map(id, module._parameters.values())
+        members = vars(module)
+        if "forward" in members:
+            found.append(id(members["forward"]))
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                found.append(id(hook))
+        if "_disable_adapters" in members:
+            found.append(repr([members.get(name) for name in _OF_ADAPTERS]))
+    return found
