@@ -60,7 +60,7 @@ def parse_target(text: str) -> GPUTarget:
 
 def variants(dtypes: list[str], whole: bool, brief: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) for every kernel variant; without `whole` those of even rows, with a temperature, at K = 4, and with
-    `brief` those of them that have no filters."""
+    `brief` those of them that have no filters and are not packed."""
     where = dict(seed=torch.zeros(BATCH, dtype=torch.int64), position=torch.zeros(BATCH, dtype=torch.int64))
     heat = dict(temperature=torch.ones(BATCH))
     filters = dict(top_k=torch.zeros(BATCH, dtype=torch.int64), top_p=torch.ones(BATCH), min_p=torch.ones(BATCH))
@@ -86,7 +86,7 @@ def variants(dtypes: list[str], whole: bool, brief: bool) -> Iterator[tuple[str,
                 call = partial(verify, target, *proposal, **more, **where, method=method)
                 kind = f"{label}, {method}, {'full' if full else 'one-hot'}"
                 yield kind, call
-                if whole or option == "plain":
+                if whole or (option == "plain" and not brief):
                     begins = dict(cu_num_logits=width * torch.arange(BATCH + 1, dtype=torch.int32))
                     packed = target.flatten(0, 1), *proposal
                     yield f"{kind}, packed", partial(verify, *packed, **more, **where, **begins, method=method)
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("targets", nargs="+")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--whole", action="store_true", help="every variant")
-    parser.add_argument("--brief", action="store_true", help="without filters")
+    parser.add_argument("--brief", action="store_true", help="without filters, and not packed")
     parser.add_argument("--serving", action="store_true", help="what is compiled after a warm-up, one line each")
     arguments = parser.parse_args()
 

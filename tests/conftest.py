@@ -3,72 +3,20 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-
-def patch_the_language_once() -> None:
-    """Make Triton's interpreter several times faster where jit functions call each other.
-
-    It patches `triton.language` for each such call anew, 1 ms each, and wraps what it has wrapped before. The launch has
-    done that already; what a launch does not patch (`triton.language.core`) stays patched after the first time.
-    """
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-
-    call_and_patch = InterpretedFunction.__call__
-    patched = {tl}  # by the launch
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        modules = self.__dict__.get("languages")
-        if modules is None:
-            known = (tl, tl.core)
-            modules = self.languages = {
-                value for value in self.fn.__globals__.values() if any(value is m for m in known)
-            }
-        if modules <= patched:
-            return self.rewrite()(*args, **kwargs)
-        patched.update(modules)
-        return call_and_patch(self, *args, **kwargs)
-
-    InterpretedFunction.__call__ = call
-
-
-def look_up_dtypes_once() -> None:
-    """The interpreter asks for the NumPy dtype of every value, and makes the table of all for it each time."""
-    from triton.runtime import interpreter
-
-    derive = interpreter._get_np_dtype
-    known: dict[str, Any] = {}
-
-    def get(dtype: Any) -> Any:
-        if dtype.name not in known:
-            known[dtype.name] = derive(dtype)
-        return known[dtype.name]
-
-    interpreter._get_np_dtype = get
-
-
-def check_overflow(on: bool) -> None:
-    """Whether the interpreter works every sum, difference and product of integers out again in 64 bits, and fails where fewer are not
-    enough. As it comes, it does the work, a third of its time, and says nothing."""
-    from triton.runtime.interpreter import interpreter_builder
-
-    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=on, debug=on)
-
+from quick_interpreter import check_overflow, quicken
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # bench/ and recipes/ are not installed
+os.environ["HF_HUB_OFFLINE"] = "1"  # where there is no network, each look at the hub is tried for a minute
 torch.set_num_threads(1)  # tiny models lose more by handing work over than a second core gives
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, so before any test module
-    patch_the_language_once()
-    look_up_dtypes_once()
-    check_overflow(False)
+    quicken()
 
 
 @pytest.hookimpl(wrapper=True)

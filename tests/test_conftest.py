@@ -35,6 +35,27 @@ def test_unless_that_is_off() -> None:
     assert doubled(3, torch.int16) == 6 and doubled(200, torch.uint8) == 144
 
 
+@triton.jit
+def outer_sum(results, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDED: tl.constexpr):
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    total = 10 * row + column
+    tl.store(results + row * COLUMNS + column, total + tl.full((ROWS, ADDED), 100, tl.int32))
+
+
+@pytest.mark.parametrize("rows, columns", [(2, 8), (8, 2), (4, 4)])
+def test_shapes_that_are_derived_once_are_those_of_each_value(rows: int, columns: int) -> None:
+    """Twice: first derived, then known."""
+    for _ in range(2):
+        for added in (columns, 1):
+            results = torch.zeros(rows, columns, dtype=torch.int32)
+            outer_sum[(1,)](results, rows, columns, added)
+            assert results.tolist() == [[100 + 10 * row + column for column in range(columns)] for row in range(rows)]
+        with pytest.raises(Exception, match="incompatible dimensions at index 1"):
+            outer_sum[(1,)](results, rows, columns, 2 * columns)
+        with pytest.raises(Exception, match="must be a power of 2"):
+            outer_sum[(1,)](results, rows, 3, 1)
+
+
 @pytest.mark.parametrize("lost", [True, False])
 @pytest.mark.parametrize("worker", [True, False])
 @pytest.mark.parametrize("marked", [True, False])

@@ -208,7 +208,7 @@ class Switched(torch.nn.Module):
 
 @pytest.mark.parametrize("change", ["hook", "parameter", "adapter"])
 def test_captured_rounds_follow_a_live_model(device: Device, change: str) -> None:
-    params, texts = engine.SamplingParams(max_new_tokens=12), []
+    params, texts = engine.SamplingParams(max_new_tokens=6), []
     for where in ("cpu", "cuda"):
         model = target()
         switched = model.model.layers[1].mlp.down_proj = Switched(model.model.layers[1].mlp.down_proj)
