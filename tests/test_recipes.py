@@ -76,8 +76,8 @@ def test_the_script_gives_the_commands_options_that_they_have(tmp_path: Path) ->
     fake.write_text(
         f"""#!/bin/bash
 printf "%s\\n" "$*" >> "$COMMANDS"
-name=${{4##*/}}  # one seed gives the prompts of another one again
-case $4 in *.jsonl) seq -f "%.0f ${{name/ninth_14/lk}} {text}" 4000 > "$4" ;; esac
+name=${{4##*/}} name=${{name/ninth_14/lk}} name=${{name/eleventh_18/ninth_16}}  # one seed gives the prompts of another one again
+case $4 in *.jsonl) seq -f "%.0f $name {text}" 4000 > "$4" ;; esac
 """
     )
     fake.chmod(0o755)
@@ -123,9 +123,15 @@ case $4 in *.jsonl) seq -f "%.0f ${{name/ninth_14/lk}} {text}" 4000 > "$4" ;; es
         ["--seed", "16", "--templates", "800"],
         ["--count", "2200", "--seed", "16"],
         ["--seed", "17", "--only", "coding"],
+        ["--seed", "18", "--templates", "800"],
+        ["--count", "2200", "--seed", "18"],
+        ["--seed", "19", "--only", "coding"],
+        ["--seed", "20", "--templates", "800"],
+        ["--count", "2200", "--seed", "20"],
+        ["--seed", "21", "--only", "coding"],
     ]
     train = typer.main.get_command(cli.app).commands["train"]
-    runs = first, second, third, fourth, fifth, sixth, seventh, eighth, ninth, tenth = tuple(
+    runs = first, second, third, fourth, fifth, sixth, seventh, eighth, ninth, tenth, eleventh = tuple(
         train.make_context("train", words[3:]).params for words in trainings
     )
     for options in runs:
@@ -138,9 +144,10 @@ case $4 in *.jsonl) seq -f "%.0f ${{name/ninth_14/lk}} {text}" 4000 > "$4" ;; es
     assert seventh["start_from"] == str(sixth["out"]) == f"{out}/sixth"
     assert eighth["start_from"] == str(seventh["out"]) == f"{out}/seventh"
     assert ninth["start_from"] == str(eighth["out"]) == f"{out}/eighth"
-    assert tenth["start_from"] == str(ninth["out"]) == f"{out}/ninth" and str(tenth["out"]) == f"{out}/head"
-    assert [options["learn_prompts"] for options in runs] == [False, False] + [True] * 6 + [False] * 2
-    assert [options["loss"] for options in runs] == ["kl"] * 7 + ["lk"] * 3
+    assert tenth["start_from"] == str(ninth["out"]) == f"{out}/ninth"
+    assert eleventh["start_from"] == str(tenth["out"]) == f"{out}/tenth" and str(eleventh["out"]) == f"{out}/head"
+    assert [options["learn_prompts"] for options in runs] == [False, False] + [True] * 6 + [False] * 3
+    assert [options["loss"] for options in runs] == ["kl"] * 7 + ["lk"] * 4
     read = [Path(options["prompts"]).read_text().splitlines() for options in runs]
     assert [len(lines) for lines in read] == [
         3072,
@@ -153,8 +160,9 @@ case $4 in *.jsonl) seq -f "%.0f ${{name/ninth_14/lk}} {text}" 4000 > "$4" ;; es
         12000,
         4608,
         6144,
+        4608,
     ]
-    for index in (-2, -1):
+    for index in (-3, -2, -1):
         assert not set(read[index]) & set(chain.from_iterable(read[:index]))
     invented_ones = [f"{number} invented.jsonl {text}" for number in range(1, 4001)]
     assert sorted(read[2]) == sorted([*read[0], *invented_ones])

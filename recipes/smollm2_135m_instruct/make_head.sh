@@ -31,16 +31,23 @@ python -m recipes.smollm2_135m_instruct.more_texts --out "$out/lk_texts.jsonl" -
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/lk_templates.jsonl" --count 1000 --seed 11
 python -m recipes.smollm2_135m_instruct.prompts --out "$out/lk_code.jsonl" --count 150 --seed 12 --only coding
 cat "$out"/lk_{texts,templates,code}.jsonl | shuf --random-source=<(yes) > "$out/eighth.jsonl"
-for seed in 14 16; do
-    python -m recipes.smollm2_135m_instruct.more_texts --out "$out/ninth_${seed}_texts.jsonl" --texts "$out/texts" --count 3600 --seed $seed --templates 800
-    python -m recipes.smollm2_135m_instruct.prompts --out "$out/ninth_${seed}_templates.jsonl" --count 2200 --seed $seed
-    python -m recipes.smollm2_135m_instruct.prompts --out "$out/ninth_${seed}_code.jsonl" --count 300 --seed $((seed + 1)) --only coding
-done
+of_all_kinds() { # NAME SEED
+    python -m recipes.smollm2_135m_instruct.more_texts --out "$out/$1_$2_texts.jsonl" --texts "$out/texts" --count 3600 --seed "$2" --templates 800
+    python -m recipes.smollm2_135m_instruct.prompts --out "$out/$1_$2_templates.jsonl" --count 2200 --seed "$2"
+    python -m recipes.smollm2_135m_instruct.prompts --out "$out/$1_$2_code.jsonl" --count 300 --seed $(($2 + 1)) --only coding
+}
+new_ones() { # FILE ...: the lines of these that are not in those before, each once, in another order
+    awk '!seen[$0]++' "$@" | grep -vxFf "$out/earlier.jsonl" | shuf --random-source=<(yes)
+}
+for seed in 14 16; do of_all_kinds ninth $seed; done
 cat "$out"/{templates,real,more,other,code,last_*,lk_*}.jsonl > "$out/earlier.jsonl"  # other seeds give some of them again
-cat "$out"/ninth_{14,16}_{texts,templates,code}.jsonl | awk '!seen[$0]++' | grep -vxFf "$out/earlier.jsonl" \
-    | shuf --random-source=<(yes) > "$out/others.jsonl"
+new_ones "$out"/ninth_{14,16}_{texts,templates,code}.jsonl > "$out/others.jsonl"
 sed -n '1,4608p' "$out/others.jsonl" > "$out/ninth.jsonl"
 sed -n '4609,10752p' "$out/others.jsonl" > "$out/tenth.jsonl"
+for seed in 18 20; do of_all_kinds eleventh $seed; done
+cat "$out"/ninth_{14,16}_{texts,templates,code}.jsonl >> "$out/earlier.jsonl"
+new_ones "$out"/eleventh_{18,20}_{texts,templates,code}.jsonl > "$out/newest.jsonl"
+sed -n '1,4608p' "$out/newest.jsonl" > "$out/eleventh.jsonl"
 
 common=(--freeze-head --num-steps 3 --tokens-per-batch 2048)
 python -m engine train eagle3 --prompts "$out/first.jsonl" --out "$out/first" "${common[@]}" \
@@ -61,5 +68,7 @@ python -m engine train eagle3 --prompts "$out/eighth.jsonl" --out "$out/eighth" 
     --start-from "$out/seventh" --epochs 2 --learning-rate 0.0007 --learn-prompts --validation-share 0.0746 --loss lk
 python -m engine train eagle3 --prompts "$out/ninth.jsonl" --out "$out/ninth" "${common[@]}" \
     --start-from "$out/eighth" --epochs 2 --learning-rate 0.0007 --validation-share 0.054 --loss lk
-python -m engine train eagle3 --prompts "$out/tenth.jsonl" --out "$out/head" "${common[@]}" \
+python -m engine train eagle3 --prompts "$out/tenth.jsonl" --out "$out/tenth" "${common[@]}" \
     --start-from "$out/ninth" --epochs 2 --learning-rate 0.0007 --validation-share 0.04 --loss lk
+python -m engine train eagle3 --prompts "$out/eleventh.jsonl" --out "$out/head" "${common[@]}" \
+    --start-from "$out/tenth" --epochs 2 --learning-rate 0.0007 --validation-share 0.04 --loss lk
