@@ -61,6 +61,12 @@ def check_config(config: PretrainedConfig, role: str) -> None:
         raise UnsupportedModelError(
             f"{role} of type {name!r} attends to later tokens too (use_bidirectional_attention)"
         )
+    # gpt_neo's, whose window is wider than what the probe reads
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        raise UnsupportedModelError(
+            f"{role} of type {name!r} has local attention, whose window it counts from the last key: in a static cache a row may end "
+            f"before that"
+        )
     other = set(getattr(text, "layer_types", None) or ()) - _ATTENTION
     if other or name in _RECURRENT:
         kinds = ", ".join(sorted(other)) or "recurrent"

@@ -176,6 +176,13 @@ def test_attention_to_later_tokens_is_refused() -> None:
         engine.load(tiny("gemma3_text", use_bidirectional_attention=True))
 
 
+def test_a_window_that_is_counted_from_the_last_key_is_refused() -> None:
+    """By its config: gpt_neo's window of 256 is wider than the probe's keys, so that the probe does not see it."""
+    sizes = dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], max_position_embeddings=512)
+    with pytest.raises(engine.UnsupportedModelError, match="target of type 'gpt_neo' has local attention"):
+        engine.load(tiny("gpt_neo", **sizes))
+
+
 def test_a_probe_that_gives_nan_is_refused() -> None:
     model = model_of("glm4")
 
