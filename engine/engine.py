@@ -51,7 +51,8 @@ class Engine:
         self._target = RaggedModel(model, config.max_batch_size, self.exact, compile=config.compile)
         if (attach := getattr(drafter, "attach", None)) is not None:
             attach(self._target)
-        self._attached = [part for part in (drafter, *getattr(drafter, "stages", ())) if hasattr(part, "attach")]
+        parts = drafter, *getattr(drafter, "stages", ())
+        self._attached = [part for part in parts if hasattr(part, "attach") or getattr(part, "keeps_rows", False)]
         for part in self._attached:
             part.attached_to = self._target
         self.max_length = config.max_length or self._target.context_length

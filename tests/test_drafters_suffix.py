@@ -335,3 +335,12 @@ def test_dozens_of_long_outputs_are_kept_by_default() -> None:
     state = state_of([[100]])  # in the first of them
     drafter.prefill(state)
     assert proposed(drafter, state, 2) == [[1000, 1001]]
+
+
+def test_a_drafter_serves_the_engine_that_was_made_with_it_last(target: PreTrainedModel) -> None:
+    """Rows of two engines would have the same slots."""
+    drafter, params = SuffixDrafter(), engine.SamplingParams(max_new_tokens=4)
+    first, second = engine.load(target, drafter=drafter), engine.load(target, drafter=drafter)
+    with pytest.raises(engine.EngineError, match=r"SuffixDrafter .* has been attached to another engine since"):
+        first.generate([3, 4, 5], params)
+    assert len(second.generate([3, 4, 5], params).token_ids) == 4

@@ -15,6 +15,8 @@ class Drafter(Protocol):
 
     - `attach(target: RaggedModel)`: called once, before all else. The place to ask for hidden states of the target
       (`target.keep_hidden_states`). A drafter that has it serves the engine that it was attached to last.
+    - `keeps_rows = True`: it has no `attach`, but keeps something for each row, and so serves one engine likewise, the last one
+      that was made with it.
     - `restore()`, beside `attach`: called before each generation, to undo what an interrupted one has left in the target.
     - `reserve(length)`: called before rows of that length come.
     - `graph_key() -> Hashable | None`: `propose` is captured in CUDA graphs, one for each key. The key tells apart whatever

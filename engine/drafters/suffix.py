@@ -32,6 +32,8 @@ class SuffixDrafter(LookupDrafter):
     law does not, because a row's random numbers are independent of the pool: a row whose seed is that of a sampled output
     in the pool looks at its own text alone.
 
+    It serves one engine, the last one that was made with it. Before it goes on to a target with another tokenizer, `forget`.
+
     This is work on the host: it waits for every round's tokens, which are free to read on a CPU, and is not captured in
     graphs.
 
@@ -43,6 +45,8 @@ class SuffixDrafter(LookupDrafter):
     Raises:
         ValueError: naming the argument, the value and the rule.
     """
+
+    keeps_rows = True  # see `Drafter`
 
     def __init__(self, pool_tokens: int = 200_000, min_ngram: int = 1, max_ngram: int = 16) -> None:
         check_int("pool_tokens", pool_tokens, 0)
