@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .jit_attention import inverse, load_lengths, logits_of, multiply, tile_offsets, visible_keys
 from .jit_rows import finite
-from .launch import row_arguments, view_4d
+from .launch import cdiv, next_power_of_2, row_arguments, view_4d
 from .workspace import workspace
 
 SPLIT_SIZE = 512  # keys; see split_size_for
@@ -182,9 +182,9 @@ def ragged_attention(
     group = num_heads // num_kv_heads
     kv_length = keys.shape[2] if kv_length is None else kv_length
     blocks = blocks_for(group * width, head_dim, query.dtype)
-    num_tiles = triton.cdiv(group * width, blocks["BLOCK_M"])
+    num_tiles = cdiv(group * width, blocks["BLOCK_M"])
     split_size = split_size_for(num_tiles)
-    num_splits, num_rows = triton.cdiv(kv_length, split_size), batch * width * num_heads
+    num_splits, num_rows = cdiv(kv_length, split_size), batch * width * num_heads
     floats = num_rows * num_splits * (head_dim + 2) if num_splits > 1 else 1
     both: dict[str, Any] = dict(
         **row_arguments(seq_lens=seq_lens, num_valid=num_valid, sinks=sinks),
@@ -233,7 +233,7 @@ def split_size_for(num_tiles: int) -> int:
 
     Prefill has enough programs without splits. With longer splits its scratch memory does not grow with W.
     """
-    return SPLIT_SIZE * triton.next_power_of_2(num_tiles)
+    return SPLIT_SIZE * next_power_of_2(num_tiles)
 
 
 def blocks_for(query_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -246,10 +246,10 @@ def blocks_for(query_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, 
     - AMD's processors have 64 KiB of shared memory in all.
     - No tensor core multiplies in the precision of float32. Fused multiply-adds want few rows and many threads.
     """
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     exact = dtype == torch.float32
     limit = 64 if not exact else 32 if block_d <= 128 else 16
-    block_m = min(limit, max(16, triton.next_power_of_2(query_rows)))
+    block_m = min(limit, max(16, next_power_of_2(query_rows)))
     small = exact or block_m == 64 or torch.version.hip is not None
     block_n = (8 if small else 16) * 1024 // (block_d * dtype.itemsize)
     return dict(BLOCK_M=block_m, BLOCK_N=min(max(block_n, 16), 128 if block_m == 16 else 64), BLOCK_D=block_d)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import row_arguments, view_4d
+from .launch import cdiv, next_power_of_2, row_arguments, view_4d
 
 BLOCK = 2048  # elements of K, and of V: two stores of 16 bytes for each of 128 threads in bf16
 
@@ -57,10 +57,10 @@ def scatter_kv(
     batch, num_heads, width, head_dim = new_keys.shape
     if new_keys.numel() == 0:
         return
-    block_d = triton.next_power_of_2(head_dim)
-    heads = min(triton.next_power_of_2(num_heads), max(1, BLOCK // block_d))
+    block_d = next_power_of_2(head_dim)
+    heads = min(next_power_of_2(num_heads), max(1, BLOCK // block_d))
     with torch.cuda.device_of(keys):
-        scatter_kernel[(width, triton.cdiv(num_heads, heads), batch)](
+        scatter_kernel[(width, cdiv(num_heads, heads), batch)](
             keys=view_4d(keys),
             values=view_4d(values),
             new_keys=view_4d(new_keys),

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .jit_groups import GROUPS, SAMPLES, group_peaks_at, search_at
+from .jit_groups import GROUPS, SAMPLES, group_peaks_at, list_reaching, search_at
 from .jit_rows import BLOCK_MASS, BLOCK_PEAK, LANES, LOG2_E, blocks_at, fetch, tile_ids
 
 _SAMPLES = tl.constexpr(SAMPLES)
@@ -79,6 +79,14 @@ def leave_sample(x, tile, row, memory, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.co
 
 
 @triton.jit
+def sampled_count(sample, samples, bound):
+    """How many of a sample are at or above a bound."""
+    lane = tl.arange(0, _SAMPLES)
+    y = fetch(sample + lane, lane < samples, float("-inf"))
+    return tl.sum(((y >= bound) & (lane < samples)).to(tl.int32), axis=0)
+
+
+@triton.jit
 def _seems_enough(y, bound, total, by_count, wanted, deviations, SCALE: tl.constexpr):
     """Whether there is enough at or above a bound, by a sample y, with a margin of `deviations` standard deviations."""
     above = y >= bound
@@ -115,35 +123,30 @@ def sampled_bounds(sample, samples, inverse_temperature, best, total, by_count, 
 
 
 @triton.jit
-def groups_bound(peaks, wanted, lowest, highest, SHIFT: tl.constexpr):
-    """The largest key that `wanted` groups reach, or `lowest`; and the number of tokens in the groups that reach it."""
-    low, high = lowest, highest
-    while high > low + 1:
-        middle = middle_of(low, high)
-        enough = tl.sum((peaks >= key_logit(middle, SHIFT)).to(tl.int32), axis=0) >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    reached = (peaks >= key_logit(low, SHIFT)) & (peaks > float("-inf"))
-    return low, tl.sum(reached.to(tl.int32), axis=0) * LANES
+def proven_bound(memory, row, best, inverse_temperature, by_count, wanted, lowest, highest, SHIFT: tl.constexpr,
+                 NUM_GROUPS: tl.constexpr):  # fmt: skip
+    """The largest key at or above which there certainly is enough, or `lowest`; and the number of groups that reach it, which are listed.
 
-
-@triton.jit
-def least_mass(memory, row, bound, best, inverse_temperature, NUM_GROUPS: tl.constexpr):
-    """A lower bound of the sum of exp((x - best) / T) over x >= bound.
-
-    For each block the larger of two: what the largest logits of its groups have, or the block's whole mass less the most that all
-    its tokens below `bound` could have."""
+    What is certain of a block that reaches a bound: it has as many tokens there as it has groups that do; and the larger of two
+    masses, that of the largest logits of these groups, and its own less the most that all its tokens below the bound could have."""
     block, part = tl.arange(0, NUM_GROUPS // GROUPS), tl.arange(0, GROUPS)
     inside = block < memory[2]
     at = group_peaks_at(memory, row) + block[:, None] * GROUPS + part[None, :]
     peaks = fetch(at, inside[:, None], float("-inf"))
     peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
     mass = fetch(blocks_at(memory, BLOCK_MASS, row) + block, inside, 0.0)
-    by_peaks = tl.sum(tl.where(peaks >= bound, weight_of(peaks, best, inverse_temperature), 0.0), axis=1)
-    by_mass = mass * weight_of(peak, best, inverse_temperature) - weight_of(bound, best, inverse_temperature) * (
-        GROUPS * LANES
-    )
-    return tl.sum(tl.where(peak >= bound, tl.maximum(by_peaks, by_mass), 0.0), axis=0)
+    mass = tl.where(by_count, 0.0, mass * weight_of(peak, best, inverse_temperature))
+    amounts = tl.where(by_count, 1.0, weight_of(peaks, best, inverse_temperature))
+    low, high = lowest, highest
+    while high > low + 1:
+        middle = middle_of(low, high)
+        bound = key_logit(middle, SHIFT)
+        by_peaks = tl.sum(tl.where(peaks >= bound, amounts, 0.0), axis=1)
+        by_mass = mass - weight_of(bound, best, inverse_temperature) * (GROUPS * LANES)
+        enough = tl.sum(tl.where(peak >= bound, tl.maximum(by_peaks, by_mass), 0.0), axis=0) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low, list_reaching(peaks, key_logit(low, SHIFT), memory, row)
 
 
 def sample_shift(vocab_size: int) -> int:

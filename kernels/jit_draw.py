@@ -32,6 +32,7 @@ from .jit_rows import (
     LANES,
     LOG2_E,
     NO_ID,
+    ROW_LISTED,
     as_int,
     blocks_at,
     fetch,
@@ -39,6 +40,7 @@ from .jit_rows import (
     lowest_id,
     pick,
     read,
+    row_at,
     scaled_mass,
     tile_max,
     vocab_size_of,
@@ -167,16 +169,21 @@ def kept_masses(rows, batch, column, row, memory, threshold, left_out, inverse_t
     Reads only the groups that have such tokens. Overwrites their largest logits, and what the search has left of the row, which is room
     for 3.6 million tokens."""
     masses_at, last = search_at(memory, row), memory[2] * GROUPS
-    count = list_groups(memory, row, threshold, NUM_GROUPS)
-    for start in range(0, count, BLOCKS):
-        group = listed_groups(memory, row, start, count, BLOCKS)
-        ids = group_ids(group)
-        x = read(rows, batch, column, ids)
-        x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
+    count = fetch(as_int(row_at(memory, ROW_LISTED, row)), True, 0)
+    if count < 0:
+        count = list_groups(memory, row, threshold, NUM_GROUPS)
+    group = listed_groups(memory, row, 0, count, BLOCKS)
+    x = read(rows, batch, column, group_ids(group))
+    next_group = listed_groups(memory, row, BLOCKS, count, BLOCKS)
+    for start in range(2 * BLOCKS, count + 2 * BLOCKS, BLOCKS):
+        ahead = read(rows, batch, column, group_ids(next_group))  # on its way during what follows
+        x = tl.where((x >= threshold) & (group_ids(group) != left_out), x, float("-inf"))
         peak = tl.max(x, axis=1)
         mass = tl.sum(tl.exp2((x - finite(peak)[:, None]) * (inverse_temperature * LOG2_E)), axis=1)
         tl.store(group_peaks_at(memory, row) + group, peak, mask=group < last)
         tl.store(masses_at + group, mass, mask=group < last)
+        group, x = next_group, ahead
+        next_group = listed_groups(memory, row, start, count, BLOCKS)
     tl.debug_barrier()  # they are read by other threads than wrote them
     every = tl.arange(0, NUM_BLOCKS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
     peaks = fetch_group_peaks(memory, row, every)

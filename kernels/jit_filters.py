@@ -3,13 +3,14 @@
 An *amount* decides which logits stay: under top-k the number of logits that are at least t, under top-p their mass. The threshold
 is the largest t at which the amount at or above t is enough: at least k, or p times the mass that top-k left.
 
-1. The first reading of the row leaves the largest logit of each group of 256 tokens. If k groups reach t, so do k tokens, so under
-   top-k the threshold is not below that t. Under top-p it mostly is among the logits that no more than 32 groups reach.
-2. The first reading also leaves a sample, every n-th token. If those groups have too many tokens, or not the mass, the sample gives
-   two logits that the threshold lies between, three standard deviations to either side.
-3. A *sweep* reads the groups that reach the lower of the two logits. It checks exactly that the threshold lies between them, and
-   collects the logits between. Under top-k it collects all above as well, so that a top-p after it need not sweep again. It also
-   sums up the mass that min-p leaves.
+1. The first reading of the row leaves the largest logit of each group of 256 tokens, and the mass of each block of 1024. If k groups
+   reach t, so do k tokens; and those largest logits have a mass, too. So there are bounds at or above which there certainly is
+   enough. The largest of them is found by halving, without any reading of the row.
+2. A *sweep* reads the groups that reach that bound, and collects all logits at or above it. It also sums up the mass that min-p
+   leaves.
+3. The first reading also leaves a sample, every n-th token. If by that there is no room for all these logits (CONTENDERS), the sample
+   gives two other bounds that the threshold lies between, three standard deviations to either side. The sweep then checks exactly
+   that it does, and collects the logits between.
 4. The threshold is found by halving among the logits collected. What is halved are keys: integers in the order of the logits.
 
 If the sample misled, or there is no room for the logits between (CONTENDERS), the bracket is halved and the row is swept again. A
@@ -25,19 +26,20 @@ import triton.language as tl
 from .jit_bounds import (
     as_vector,
     flat,
-    groups_bound,
     key_logit,
-    least_mass,
     logit_key,
     middle_of,
+    proven_bound,
     sample_and_contenders,
     sampled_bounds,
+    sampled_count,
     weight_of,
 )
-from .jit_groups import CONTENDERS, SAMPLES, fetch_group_peaks, list_groups, read_listed
+from .jit_groups import CONTENDERS, SAMPLES, list_groups, read_listed
 from .jit_rows import LANES, vocab_size_of
 
-_FEW = tl.constexpr(32)  # groups: tried first under top-p, as what they have fits into CONTENDERS
+# Groups that may reach a bound without a look at how many of their tokens do, which mostly are few.
+_FEW = tl.constexpr(2 * CONTENDERS // LANES.value)
 _AT_ONCE = tl.constexpr(256)  # contenders
 _CONTENDERS = tl.constexpr(CONTENDERS)
 _SAMPLES = tl.constexpr(SAMPLES)
@@ -56,9 +58,9 @@ def _sum(x):
 
 
 @triton.jit
-def _sweep(rows, batch, column, row, memory, low, high, cut_off, best, inverse_temperature, SHIFT: tl.constexpr,
-           NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """One reading of the groups that reach `low`. low and high are keys.
+def _sweep(rows, batch, column, row, memory, count, low, high, cut_off, best, inverse_temperature, SHIFT: tl.constexpr,
+           BLOCKS: tl.constexpr):  # fmt: skip
+    """One reading of the `count` listed groups, which are those that reach `low`. low and high are keys.
 
     Returns count and mass of the logits at or above `high`, count [BLOCKS] and mass of those in [low, high), and the mass at or above
     the logit `cut_off`, if there is one (too little where it is below `low`). The logits in [low, high) are left as contenders, each warp's
@@ -70,10 +72,10 @@ def _sweep(rows, batch, column, row, memory, low, high, cut_off, best, inverse_t
     found, over = tl.zeros([BLOCKS], tl.int32), tl.zeros([BLOCKS, LANES // 8], tl.int32)
     over_mass, within_mass = tl.zeros([BLOCKS, LANES // 8], tl.float32), tl.zeros([BLOCKS, LANES // 8], tl.float32)
     uncut_mass = tl.zeros([BLOCKS, LANES // 8], tl.float32)
-    count = list_groups(memory, row, least, NUM_GROUPS)
     x = read_listed(rows, batch, column, memory, row, 0, count, BLOCKS)
-    for start in range(BLOCKS, count + BLOCKS, BLOCKS):
-        ahead = read_listed(rows, batch, column, memory, row, start, count, BLOCKS)  # on its way during what follows
+    ahead = read_listed(rows, batch, column, memory, row, BLOCKS, count, BLOCKS)
+    for start in range(2 * BLOCKS, count + 2 * BLOCKS, BLOCKS):
+        beyond = read_listed(rows, batch, column, memory, row, start, count, BLOCKS)  # on its way during what follows
         above = x >= most
         within = (x >= least) & (x < most) & (x > float("-inf"))
         chosen = within.to(tl.int32)
@@ -87,7 +89,7 @@ def _sweep(rows, batch, column, row, memory, low, high, cut_off, best, inverse_t
         within_mass += _in_eights(tl.where(within, weight, 0.0))
         if cut_off is not None:
             uncut_mass += _in_eights(tl.where(x >= cut_off, weight, 0.0))
-        x = ahead
+        x, ahead = ahead, beyond
     tl.debug_barrier()  # the contenders are read by other threads than wrote them
     return _sum(over), _sum(over_mass), found, _sum(within_mass), _sum(uncut_mass)
 
@@ -99,36 +101,39 @@ def _collect(rows, batch, column, row, memory, cut_off, best, total, inverse_tem
 
     Unless `leave_top`, `high` is above all logits if possible, so that the contenders are all logits from `low` on. `wanted` is a
     number of tokens if `by_count`, else a mass."""
-    peaks = fetch_group_peaks(memory, row, tl.arange(0, NUM_GROUPS))
     floor, ceiling = lowest, highest  # at or above floor there is enough, at or above ceiling there is not
     if not by_count:
         # All tokens that weigh no more than `light` may be left out. By rounding, more may be wanted than there is; the logarithm
         # of a negative number would make the search endless.
         light = tl.maximum(total - wanted, 0.0) / (2 * vocab_size_of(rows))
         floor = tl.maximum(lowest, logit_key(best + tl.log(light) / inverse_temperature, SHIFT))
-    low, tokens = groups_bound(peaks, tl.where(by_count, wanted.to(tl.int32), _FEW), floor, highest, SHIFT)
-    promising = tokens <= _CONTENDERS
+    low, count = proven_bound(
+        memory, row, best, inverse_temperature, by_count, wanted, floor, highest, SHIFT, NUM_GROUPS
+    )
     if by_count:
         floor = low
-    else:
-        mass = least_mass(memory, row, key_logit(low, SHIFT), best, inverse_temperature, NUM_GROUPS)
-        promising = promising & (mass >= wanted)
     high = highest
-    if not promising:
-        sample, _ = sample_and_contenders(memory, row)
-        samples = tl.cdiv(vocab_size_of(rows), 4 * SCALE) * 4  # a thread reads four
+    sample, _ = sample_and_contenders(memory, row)
+    samples = tl.cdiv(vocab_size_of(rows), 4 * SCALE) * 4  # a thread reads four
+    too_many = count > _FEW
+    if too_many:
+        too_many = SCALE * sampled_count(sample, samples, key_logit(low, SHIFT)) > _CONTENDERS // 2
+    if too_many:
         low, perhaps = sampled_bounds(
             sample, samples, inverse_temperature, best, total, by_count, wanted, floor, highest, SCALE, SHIFT
         )  # fmt: skip
         high = tl.where(leave_top, tl.minimum(tl.maximum(perhaps, low) + 1, highest), highest)
+        count = tl.full([], -1, tl.int32)
     over, found = tl.zeros([], tl.int32), tl.zeros([BLOCKS], tl.int32)
     over_mass, within_mass = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
     uncut_mass = tl.full([], -1.0, tl.float32)  # not known
     searching = low < high
     while searching:
+        if count < 0:
+            count = list_groups(memory, row, key_logit(low, SHIFT), NUM_GROUPS)
         over, over_mass, found, within_mass, uncut_mass = _sweep(
-            rows, batch, column, row, memory, low, high, cut_off, best, inverse_temperature, SHIFT, NUM_GROUPS, BLOCKS
-        )  # fmt: skip
+            rows, batch, column, row, memory, count, low, high, cut_off, best, inverse_temperature, SHIFT, BLOCKS
+        )
         more = tl.where(by_count, over.to(tl.float32), over_mass)
         within = tl.where(by_count, tl.sum(found, axis=0).to(tl.float32), within_mass)
         too_low = (more >= wanted) & (high < ceiling)
@@ -136,9 +141,10 @@ def _collect(rows, batch, column, row, memory, cut_off, best, total, inverse_tem
         floor = tl.where(too_low, high, tl.where(too_high, floor, low))
         ceiling = tl.where(too_low, ceiling, tl.where(too_high, low, high))
         searching = too_low | too_high | ((tl.max(found, axis=0) > _CONTENDERS // BLOCKS) & (high > low + 1))
+        count = tl.where(searching, -1, count)
         low = tl.where(searching & (ceiling > floor + 1), middle_of(floor, ceiling), floor)
         high = ceiling
-    return low, high, over, over_mass, found, within_mass, uncut_mass
+    return low, high, over, over_mass, found, within_mass, uncut_mass, count
 
 
 @triton.jit
@@ -177,11 +183,9 @@ def _halve(values, found, low, high, over, over_mass, within_mass, best, inverse
 
 
 @triton.jit
-def _mass_from(rows, batch, column, row, memory, threshold, best, inverse_temperature, NUM_GROUPS: tl.constexpr,
-               BLOCKS: tl.constexpr):  # fmt: skip
-    """sum of exp((x - best) / T) over x >= threshold, in one sweep."""
+def _mass_from(rows, batch, column, row, memory, count, threshold, best, inverse_temperature, BLOCKS: tl.constexpr):
+    """sum of exp((x - best) / T) over x >= threshold, in one reading of the `count` listed groups."""
     total = tl.zeros([BLOCKS], tl.float32)
-    count = list_groups(memory, row, threshold, NUM_GROUPS)
     for start in range(0, count, BLOCKS):
         x = read_listed(rows, batch, column, memory, row, start, count, BLOCKS)
         total += tl.sum(tl.where(x >= threshold, weight_of(x, best, inverse_temperature), 0.0), axis=1)
@@ -195,7 +199,8 @@ def find_threshold(
     filters,  # (top_k, top_p, min_p), [B] each or None
     SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The smallest logit that the filters keep, and sum of exp((x - best) / T) over what they keep."""
+    """The smallest logit that the filters keep; sum of exp((x - best) / T) over what they keep; and how many groups are listed, among
+    which are all that hold what they keep, or -1."""
     top_k, top_p, min_p = filters
     vocab_size = vocab_size_of(rows)
     k, p, m = tl.zeros([], tl.int32), tl.full([], 1.0, tl.float32), tl.zeros([], tl.float32)
@@ -210,6 +215,7 @@ def find_threshold(
     threshold, mass = tl.full([], float("-inf"), tl.float32), total
     lowest, highest = logit_key(threshold, SHIFT), logit_key(best, SHIFT) + 1
     cut_off, uncut_mass = None, tl.full([], -1.0, tl.float32)
+    listed = tl.full([], -1, tl.int32)
     if min_p is not None:
         cut_off = best + tl.div_rn(tl.log(tl.where(m > 0, m, 1.0)), inverse_temperature)
         cut_off = tl.where(m > 0, cut_off, float("-inf"))
@@ -236,7 +242,7 @@ def find_threshold(
                     # above k / scale, and the row's number 3 deviations above that.
                     deviation = 3 + tl.sqrt(wanted / scale + 5.25)
                     leave_top = (p >= 1) | (by_count == 0) | (scale * deviation * deviation > _CONTENDERS)
-                    low, high, over, over_mass, found, within_mass, uncut_mass = _collect(
+                    low, high, over, over_mass, found, within_mass, uncut_mass, listed = _collect(
                         rows, batch, column, row, memory, cut_off, best, total, inverse_temperature, by_count, wanted, low, highest,
                         leave_top, scale, SHIFT, NUM_GROUPS, BLOCKS,
                     )  # fmt: skip
@@ -248,10 +254,11 @@ def find_threshold(
         if cut_off > threshold:
             threshold, mass = cut_off, uncut_mass
             if mass < 0:
+                listed = list_groups(memory, row, threshold, NUM_GROUPS)
                 mass = _mass_from(
-                    rows, batch, column, row, memory, threshold, best, inverse_temperature, NUM_GROUPS, BLOCKS
+                    rows, batch, column, row, memory, listed, threshold, best, inverse_temperature, BLOCKS
                 )
-    return threshold, mass
+    return threshold, mass, listed
 
 
 @triton.jit
@@ -259,10 +266,10 @@ def filter_row(
     rows, batch, column, row, memory, best, total, inverse_temperature, greedy, filters,
     SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Threshold and mass of any row. Greedy rows and rows without a distribution are not filtered."""
-    threshold, mass = tl.full([], float("-inf"), tl.float32), total
+    """`find_threshold` for any row. Greedy rows and rows without a distribution are not filtered."""
+    threshold, mass, listed = tl.full([], float("-inf"), tl.float32), total, tl.full([], -1, tl.int32)
     if (tl.abs(best) < float("inf")) & (not greedy):
-        threshold, mass = find_threshold(
+        threshold, mass, listed = find_threshold(
             rows, batch, column, row, memory, best, total, inverse_temperature, filters, SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
         )  # fmt: skip
-    return threshold, mass
+    return threshold, mass, listed

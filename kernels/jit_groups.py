@@ -72,21 +72,29 @@ def _list_at(memory, row):
 @triton.jit
 def list_groups(memory, row, bound, NUM_GROUPS: tl.constexpr):
     """List the groups of a row that have a logit >= bound other than -inf, and return how many they are. Overwrites the last list."""
-    group = tl.arange(0, NUM_GROUPS)
-    peaks = fetch_group_peaks(memory, row, group)
+    block, part = tl.arange(0, NUM_GROUPS // GROUPS)[:, None], tl.arange(0, GROUPS)[None, :]
+    return list_reaching(fetch_group_peaks(memory, row, block * GROUPS + part), bound, memory, row)
+
+
+@triton.jit
+def list_reaching(peaks, bound, memory, row):
+    """As `list_groups`, from the largest logits of all groups [blocks, GROUPS]."""
+    group = tl.arange(0, peaks.shape[0])[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
     chosen = ((peaks >= bound) & (peaks > float("-inf"))).to(tl.int32)
-    place = tl.cumsum(chosen, axis=0) - 1
+    of_block = tl.sum(chosen, axis=1)
+    before = tl.cumsum(of_block, axis=0) - of_block
+    place = before[:, None] + tl.cumsum(chosen, axis=1) - chosen
     tl.debug_barrier()  # all threads have read the last list
     tl.store(_list_at(memory, row) + place, group, mask=chosen != 0)
     tl.debug_barrier()  # they are read by other threads than wrote them
-    return tl.sum(chosen, axis=0)
+    return tl.sum(of_block, axis=0)
 
 
 @triton.jit
 def listed_groups(memory, row, start, count, BLOCKS: tl.constexpr):
     """The listed groups from place `start` of `count` on that are read at once [BLOCKS]; after the last a group beyond the vocabulary."""
     place = start + tl.arange(0, BLOCKS)
-    return tl.load(_list_at(memory, row) + place, mask=place < count, other=memory[2] * GROUPS)
+    return fetch(_list_at(memory, row) + place, place < count, memory[2] * GROUPS)
 
 
 @triton.jit

@@ -41,8 +41,10 @@ TILE_BLOCKS, THREADS = 8, 256
 # Fields of the scratch memory: for each block of each row, and for each row.
 BLOCK_PEAK, BLOCK_MASS, BLOCK_ARGMAX, BLOCK_HEAT, BLOCK_RESIDUAL_MASS = (tl.constexpr(i) for i in range(5))
 BLOCK_FIELDS = tl.constexpr(5)
-ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING = (tl.constexpr(i) for i in range(6))
-ROW_FIELDS = tl.constexpr(6)
+ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING, ROW_LISTED = (
+    tl.constexpr(i) for i in range(7)
+)
+ROW_FIELDS = tl.constexpr(7)
 NO_ID = tl.constexpr(0x7FFFFFFF)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _TINY = tl.constexpr(2.0**-126)  # the smallest normal float32

@@ -6,7 +6,7 @@ import triton.language as tl
 from .jit_draw import draw_by_token
 from .jit_filters import filter_row
 from .jit_groups import list_groups, read_listed
-from .jit_random import ACCEPT, uniforms
+from .jit_random import ACCEPT, SAMPLE, uniforms
 from .jit_rows import (
     BLOCK_ARGMAX,
     BLOCK_HEAT,
@@ -14,6 +14,7 @@ from .jit_rows import (
     BLOCK_PEAK,
     NO_ID,
     ROW_ENTROPY,
+    ROW_LISTED,
     ROW_LSE,
     ROW_THRESHOLD,
     ROW_WINNER,
@@ -39,7 +40,7 @@ _ZERO_DRAFT_PROB = tl.constexpr(int(Status.ZERO_DRAFT_PROB))
 
 @triton.jit
 def leave_row(
-    target, batch, column, row, memory, inverse_temperature, greedy, filters, noise,
+    target, batch, column, row, memory, inverse_temperature, greedy, filters, seed, position,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, MASSES: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -50,14 +51,19 @@ def leave_row(
     tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)  # first, which frees its register for the search
     threshold = tl.full([], float("-inf"), tl.float32)
     if FILTERED:
-        threshold, total = filter_row(
+        threshold, total, listed = filter_row(
             target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT,
             NUM_GROUPS, BLOCKS,
         )  # fmt: skip
+        tl.store(as_int(row_at(memory, ROW_LISTED, row)), listed)
     if not MASSES:
         total = tl.where(best == float("-inf"), 0.0, 1.0)
+    tl.store(row_at(memory, ROW_THRESHOLD, row), threshold)
+    tl.store(row_at(memory, ROW_LSE, row), log_sum_exp(best, total, inverse_temperature))
     if METHOD == "coupled":
         if not greedy:
+            own_position = tl.load(position + batch) + column
+            noise = (tl.load(seed + batch), own_position, tl.zeros_like(own_position), SAMPLE)
             own = draw_by_token(
                 target, batch, column, row, memory, threshold, best, inverse_temperature, noise, NUM_GROUPS, BLOCKS
             )
@@ -70,8 +76,6 @@ def leave_row(
             d = (tl.where(x >= threshold, x, float("-inf")) - best) * inverse_temperature
             heat += tl.sum(tl.sum(heat_of(d), axis=1), axis=0)
         tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - heat / total)
-    tl.store(row_at(memory, ROW_THRESHOLD, row), threshold)
-    tl.store(row_at(memory, ROW_LSE, row), log_sum_exp(best, total, inverse_temperature))
 
 
 @triton.jit

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from .checks import MAX_GRID
@@ -14,6 +13,20 @@ from .jit_rows import BLOCK, THREADS, TILE_BLOCKS, floats_per_row
 from .numerics import spread
 from .records import RowStats
 from .workspace import workspace
+
+# Programs that read several tiles read one while they work on another. So they read faster where there are many more of them than
+# processors can run at once, and later where there are few.
+MOST_TILES, ENOUGH_PROGRAMS = 4, 1024
+
+
+def cdiv(number: int, by: int) -> int:
+    """The quotient, rounded up. (Triton's own, which kernels may call as well, costs the host 2 us.)"""
+    return -(-number // by)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least the number, >= 1."""
+    return 1 << (number - 1).bit_length()
 
 
 def as_rows(logits: Tensor) -> Tensor:
@@ -74,13 +87,14 @@ def shape_arguments(
     for name, size in (("B", batch), ("W", width)):
         if size > MAX_GRID:
             raise ValueError(f"{name} must be <= {MAX_GRID:,}, got {size:,} with logits of shape {list(rows.shape)}")
-    num_rows, num_blocks = batch * width, triton.cdiv(vocab_size, BLOCK)
+    num_rows, num_blocks = batch * width, cdiv(vocab_size, BLOCK)
     if filtered and num_blocks * GROUPS.value > SEARCH_ROOM.value:
         most = SEARCH_ROOM.value // GROUPS.value * BLOCK
         raise ValueError(f"V must be <= {most:,} with filters, got {vocab_size:,}")
-    blocks = min(TILE_BLOCKS, triton.next_power_of_2(num_blocks))
-    num_tiles = triton.cdiv(num_blocks, blocks)
+    blocks = min(TILE_BLOCKS, next_power_of_2(num_blocks))
     grouped = filtered or by_token
+    num_tiles = cdiv(num_blocks, blocks)
+    tiles = min(MOST_TILES, max(1, num_rows * num_tiles // ENOUGH_PROGRAMS)) if grouped else 1
     per_row = floats_per_row(num_blocks) + (group_floats(num_blocks, filtered) if grouped else 0)
     counters, scratch = workspace(rows.device, num_rows + (batch if batched else 0), num_rows * per_row + 3)
     return dict(
@@ -89,11 +103,12 @@ def shape_arguments(
         num_rows=num_rows,
         width=width,
         num_blocks=num_blocks,
-        num_tiles=num_tiles,
+        num_programs=cdiv(num_tiles, tiles),
+        tiles=tiles,
         SHIFT=key_shift(rows.dtype, logit_bias is not None),
         SAMPLE_SHIFT=sample_shift(vocab_size),
-        NUM_BLOCKS=max(4, triton.next_power_of_2(num_blocks)),
-        NUM_GROUPS=triton.next_power_of_2(num_blocks) * GROUPS.value,
+        NUM_BLOCKS=max(4, next_power_of_2(num_blocks)),
+        NUM_GROUPS=next_power_of_2(num_blocks) * GROUPS.value,
         BLOCKS=blocks,
         BLOCK=BLOCK,
         FILTERED=filtered,
@@ -114,7 +129,7 @@ def registers(most: int) -> dict[str, int]:
 def lanes(width: int) -> int:
     """Lanes for the K+1 rows of a sequence: 1 without drafts, else at least 8, and a power of two. So only few numbers of drafts
     need a kernel of their own."""
-    return 1 if width == 1 else max(8, triton.next_power_of_2(width))
+    return 1 if width == 1 else max(8, next_power_of_2(width))
 
 
 def is_simple(rows: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import view_4d
+from .launch import cdiv, next_power_of_2, view_4d
 
 _BLOCK = 1024  # elements of a program of gated_silu
 
@@ -90,7 +90,7 @@ def rms_norm(
     """x, or x + y if y is given, and its norm, [..., D] each; one launch."""
     size = x.shape[-1]
     summed, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     if x.numel():
         with torch.cuda.device_of(x):
             rms_norm_kernel[(x.numel() // size,)](
@@ -113,7 +113,7 @@ def rotate(
         with torch.cuda.device_of(query):
             rotate_kernel[(batch * width, num_heads + key.shape[1])](
                 view_4d(query), view_4d(key), _angles(cosines), _angles(sines), width, num_heads,
-                HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=False,
+                HALF=half, BLOCK=next_power_of_2(half), num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     output = torch.empty_like(gate)
     if gate.numel():
         with torch.cuda.device_of(gate):
-            gated_silu_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](
+            gated_silu_kernel[(cdiv(gate.numel(), _BLOCK),)](
                 gate, up, output, gate.numel(), BLOCK=_BLOCK, enable_fp_fusion=False
             )
     return output

@@ -74,7 +74,7 @@ def _draw_from_residual(rows, draft, batch, column, mass, shifts, inverse_temper
 
 # Which arguments are specialised: see row_stats_kernel.
 @triton.jit(
-    do_not_specialize=["num_rows", "width"],
+    do_not_specialize=["num_rows", "width", "num_programs"],
     do_not_specialize_on_alignment=[
         "cu_num_logits", "draft_tokens", "draft_threshold", "draft_lse", "temperature", "seed", "position",
         "tokens", "num_accepted", "status", "logprobs",
@@ -91,7 +91,7 @@ def residual_kernel(
     tokens, num_accepted, status,  # [B, K+1] int64, [B] int32, [B] int32; written where the first launch deferred
     logprobs,  # [B, K+1] float32, or None; likewise
     scratch, counters,
-    num_rows, width, num_tiles, num_blocks,
+    num_rows, width, num_programs, num_blocks,
     METHOD: tl.constexpr, FILTERED: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -102,9 +102,9 @@ def residual_kernel(
     inverse_temperature, _ = load_temperature(temperature, batch)
     if METHOD == "rejection":
         column = pending.to(tl.int64)  # the row of the first rejection, or -1
-        active, expected = column >= 0, num_tiles
+        active, expected = column >= 0, num_programs
     else:
-        active, expected = column < pending, pending * num_tiles  # each row with a fit draft
+        active, expected = column < pending, pending * num_programs  # each row with a fit draft
     if active:
         row = batch * width + column
         ids = tile_ids(tile, BLOCKS, BLOCK)

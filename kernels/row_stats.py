@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_bounds import leave_sample
 from .jit_filters import filter_row
-from .jit_groups import SEARCH_ROOM, leave_group_peaks
+from .jit_groups import SEARCH_ROOM
 from .jit_rows import arrive, fetch_stats, leave_stats, load_temperature, log_sum_exp, read_raw, tile_ids
+from .jit_tiles import leave_tiles
 from .launch import as_rows, empty_stats, is_filtered, row_arguments, shape_arguments, view, vocabulary_view
 from .records import RowStats
 
@@ -23,7 +23,7 @@ from .records import RowStats
 # once, and a model has one vocabulary. What varies while serving is not specialised: batch, width, and where small tensors
 # begin (they may be views of larger ones).
 @triton.jit(
-    do_not_specialize=["num_rows", "width"],
+    do_not_specialize=["num_rows", "width", "num_programs", "tiles"],
     do_not_specialize_on_alignment=[
         "cu_adjust",
         "temperature",
@@ -41,33 +41,43 @@ def row_stats_kernel(
     temperature, top_k, top_p, min_p,  # [B] or None
     threshold, lse, argmax,  # [B, W] float32, float32, int64; written
     scratch, counters,
-    num_rows, width, num_tiles, num_blocks,
+    num_rows, width, num_programs, tiles, num_blocks,  # programs of a row, and tiles of a program
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = (logits, bias, mask, None, cu_adjust)
     memory = (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
-    tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first, column, batch = tl.program_id(0) * tiles, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
-    ids = tile_ids(tile, BLOCKS, BLOCK)
-    x = read_raw(rows, batch, column, ids)  # first, so that everything else overlaps with the loads
-    inverse_temperature, greedy = load_temperature(temperature, batch)
-
-    group_peaks = None
     if FILTERED:
-        group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
-    leave_stats(
-        x, group_peaks, ids, tile, row, memory, inverse_temperature, want_argmax=True, MASSES=True, BLOCKS=BLOCKS
-    )
-    if FILTERED:
-        leave_sample(x, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        inverse_temperature, greedy = leave_tiles(
+            rows,
+            batch,
+            column,
+            row,
+            memory,
+            temperature,
+            first,
+            tiles,
+            True,
+            FILTERED,
+            True,
+            SAMPLE_SHIFT,
+            BLOCKS,
+            BLOCK,
+        )
+    else:
+        ids = tile_ids(first, BLOCKS, BLOCK)
+        x = read_raw(rows, batch, column, ids)  # first, so that everything else overlaps with the loads
+        inverse_temperature, greedy = load_temperature(temperature, batch)
+        leave_stats(x, None, ids, first, row, memory, inverse_temperature, want_argmax=True, MASSES=True, BLOCKS=BLOCKS)
 
-    if arrive(counters + row, num_tiles):
+    if arrive(counters + row, num_programs):
         best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
         tl.store(argmax + row, row_argmax.to(tl.int64))  # first, which frees its register for the search
         least = tl.full([], float("-inf"), tl.float32)
         if FILTERED:
-            least, total = filter_row(
+            least, total, _ = filter_row(
                 rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
                 SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
             )  # fmt: skip
@@ -93,7 +103,7 @@ def row_stats(
     shape = shape_arguments(rows, rows.shape[:2], filtered, False, logit_bias, token_mask, batched=False)
     if rows.shape[0] * rows.shape[1]:
         with torch.cuda.device_of(logits):
-            row_stats_kernel[(shape["num_tiles"], rows.shape[1], rows.shape[0])](
+            row_stats_kernel[(shape["num_programs"], rows.shape[1], rows.shape[0])](
                 logits=view(rows),
                 bias=vocabulary_view(logit_bias, rows, cu_adjust),
                 mask=vocabulary_view(token_mask, rows, cu_adjust),

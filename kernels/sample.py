@@ -12,20 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_bounds import leave_sample
 from .jit_draw import draw_by_token
 from .jit_filters import filter_row
-from .jit_groups import SEARCH_ROOM, leave_group_peaks
-from .jit_rows import (
-    arrive,
-    fetch_stats,
-    leave_stats,
-    load_temperature,
-    log_sum_exp,
-    read_at,
-    read_raw,
-    tile_ids,
-)
+from .jit_groups import SEARCH_ROOM
+from .jit_rows import arrive, fetch_stats, log_sum_exp, read_at
+from .jit_tiles import leave_tiles
 from .launch import as_rows, empty_stats, is_filtered, row_arguments, shape_arguments, view, vocabulary_view
 from .philox import SAMPLE
 from .records import Draws
@@ -33,7 +24,7 @@ from .records import Draws
 
 # Which arguments are specialised: see row_stats_kernel.
 @triton.jit(
-    do_not_specialize=["noise_stream", "num_rows", "width"],
+    do_not_specialize=["noise_stream", "num_rows", "width", "num_programs", "tiles"],
     do_not_specialize_on_alignment=[
         "temperature", "top_k", "top_p", "min_p", "seed", "position", "origin",
         "tokens", "logprobs", "threshold", "lse", "argmax",
@@ -48,35 +39,35 @@ def sample_kernel(
     threshold, lse, argmax,  # [B, W] float32, float32, int64; written
     scratch, counters,
     noise_stream,
-    num_rows, width, num_tiles, num_blocks,
+    num_rows, width, num_programs, tiles, num_blocks,  # programs of a row, and tiles of a program
     FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = (logits, bias, mask, None, None)
     memory = (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
-    tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first, column, batch = tl.program_id(0) * tiles, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
-    ids = tile_ids(tile, BLOCKS, BLOCK)
-    x = read_raw(rows, batch, column, ids)  # first, so that everything else overlaps with the loads
-    inverse_temperature, greedy = load_temperature(temperature, batch)
-
-    group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
-    leave_stats(
-        x, group_peaks, ids, tile, row, memory, inverse_temperature, want_argmax=True, MASSES=True, BLOCKS=BLOCKS
+    inverse_temperature, greedy = leave_tiles(
+        rows, batch, column, row, memory, temperature, first, tiles, True, FILTERED, True, SAMPLE_SHIFT, BLOCKS, BLOCK
     )
-    if FILTERED:
-        leave_sample(x, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
 
-    if arrive(counters + row, num_tiles):
+    if arrive(counters + row, num_programs):
         best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
+        tl.store(argmax + row, row_argmax.to(tl.int64))
         least = tl.full([], float("-inf"), tl.float32)
-        token = row_argmax
-        if not greedy:
-            if FILTERED:
-                least, total = filter_row(
-                    rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
-                    SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
-                )  # fmt: skip
+        if FILTERED:
+            least, total, _ = filter_row(
+                rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
+                SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
+            )  # fmt: skip
+        row_lse = log_sum_exp(best, total, inverse_temperature)
+        tl.store(threshold + row, tl.where(greedy, best, least))
+        tl.store(lse + row, row_lse)
+        valid = tl.abs(row_lse) < float("inf")
+        tl.store(tokens + row, tl.where(valid, row_argmax, -1).to(tl.int64))  # unless another one is drawn
+        if logprobs is not None:
+            tl.store(logprobs + row, tl.where(valid, best * inverse_temperature - row_lse, 0.0))
+        if valid & (not greedy):
             row_position = tl.load(position + batch) + column
             row_origin = tl.zeros_like(row_position)
             if origin is not None:
@@ -85,16 +76,9 @@ def sample_kernel(
             token = draw_by_token(
                 rows, batch, column, row, memory, least, best, inverse_temperature, noise, NUM_GROUPS, BLOCKS
             )
-        row_lse = log_sum_exp(best, total, inverse_temperature)
-        valid = tl.abs(row_lse) < float("inf")
-        token = tl.where(valid, token.to(tl.int64), -1)
-        tl.store(tokens + row, token)
-        if logprobs is not None:
-            x_token = read_at(rows, batch, column, token)
-            tl.store(logprobs + row, tl.where(valid, x_token * inverse_temperature - row_lse, 0.0))
-        tl.store(threshold + row, tl.where(greedy, best, least))
-        tl.store(lse + row, row_lse)
-        tl.store(argmax + row, row_argmax.to(tl.int64))
+            tl.store(tokens + row, token.to(tl.int64))
+            if logprobs is not None:
+                tl.store(logprobs + row, read_at(rows, batch, column, token) * inverse_temperature - row_lse)
 
 
 def sample(
@@ -121,7 +105,7 @@ def sample(
     shape = shape_arguments(rows, rows.shape[:2], filtered, True, logit_bias, token_mask, batched=False)
     if tokens.numel():
         with torch.cuda.device_of(logits):
-            sample_kernel[(shape["num_tiles"], rows.shape[1], rows.shape[0])](
+            sample_kernel[(shape["num_programs"], rows.shape[1], rows.shape[0])](
                 logits=view(rows),
                 bias=vocabulary_view(logit_bias, rows),
                 mask=vocabulary_view(token_mask, rows),

@@ -24,10 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit_bounds import leave_sample
 from .jit_decide import decide
-from .jit_groups import SEARCH_ROOM, leave_group_peaks
-from .jit_random import SAMPLE
+from .jit_groups import SEARCH_ROOM
 from .jit_rows import (
     BLOCK_HEAT,
     arrive,
@@ -37,10 +35,20 @@ from .jit_rows import (
     load_temperature,
     read_raw,
     tile_ids,
-    without_nan,
 )
+from .jit_tiles import leave_tiles
 from .jit_verify import leave_row
-from .launch import is_filtered, is_simple, lanes, registers, row_arguments, shape_arguments, view, vocabulary_view
+from .launch import (
+    cdiv,
+    is_filtered,
+    is_simple,
+    lanes,
+    registers,
+    row_arguments,
+    shape_arguments,
+    view,
+    vocabulary_view,
+)
 from .records import RowStats, Verdict
 from .residual import residual_kernel
 from .row_stats import row_stats
@@ -48,7 +56,7 @@ from .row_stats import row_stats
 
 # Which arguments are specialised: see row_stats_kernel.
 @triton.jit(
-    do_not_specialize=["num_rows", "width", "typical_epsilon", "typical_delta"],
+    do_not_specialize=["num_rows", "width", "num_programs", "tiles", "typical_epsilon", "typical_delta"],
     do_not_specialize_on_alignment=[
         "cu_num_logits", "draft_tokens", "draft_threshold", "draft_lse", "temperature", "top_k", "top_p", "min_p", "seed",
         "position", "tokens", "num_accepted", "status", "logprobs",
@@ -66,7 +74,7 @@ def verify_kernel(
     logprobs,  # [B, K+1] float32, written, or None
     scratch, counters,
     typical_epsilon, typical_delta,
-    num_rows, width, num_tiles, num_blocks,
+    num_rows, width, num_programs, tiles, num_blocks,  # programs of a row, and tiles of a program
     METHOD: tl.constexpr, FILTERED: tl.constexpr, SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,  # lanes for the K+1 rows
     AT_ONCE: tl.constexpr,  # blocks of all rows of a sequence that are held in registers
@@ -77,41 +85,50 @@ def verify_kernel(
     LEAVE_OUT: tl.constexpr = draft is None and not FILTERED and (METHOD == "rejection" or METHOD == "block")
     rows = (target, bias, mask, cu_num_logits, cu_num_logits)
     memory = (scratch, num_rows, num_blocks, SEARCH_ROOM if FILTERED else 0)
-    tile, column, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first, column, batch = tl.program_id(0) * tiles, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
 
-    # This tile. The logits are loaded first, so that everything else overlaps with the loads.
-    ids = tile_ids(tile, BLOCKS, BLOCK)
-    x = read_raw(rows, batch, column, ids)
-    inverse_temperature, greedy = load_temperature(temperature, batch)
-    if LEAVE_OUT:
-        left_out = tl.load(draft_tokens + row - batch, mask=(column < width - 1) & (not greedy), other=-1)
-        if left_out // (BLOCKS * BLOCK) == tile:
-            here = (left_out % (BLOCKS * BLOCK)).to(tl.int32)
-            x = tl.where(tile_ids(0, BLOCKS, BLOCK) == here, float("-inf"), x)
-    if not MASSES:
-        x = without_nan(x)
-    group_peaks = None
+    # This program's tiles. The logits are loaded first, so that everything else overlaps with the loads.
     if BY_ROW:
-        group_peaks = leave_group_peaks(x, tile, row, memory, BLOCKS)
-    peaks = leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
-    if FILTERED:
-        leave_sample(x, tile, row, memory, SAMPLE_SHIFT, BLOCKS, BLOCK)
+        inverse_temperature, greedy = leave_tiles(
+            rows,
+            batch,
+            column,
+            row,
+            memory,
+            temperature,
+            first,
+            tiles,
+            False,
+            FILTERED,
+            MASSES,
+            SAMPLE_SHIFT,
+            BLOCKS,
+            BLOCK,
+        )
     else:
+        ids = tile_ids(first, BLOCKS, BLOCK)
+        x = read_raw(rows, batch, column, ids)
+        inverse_temperature, greedy = load_temperature(temperature, batch)
+        if LEAVE_OUT:
+            left_out = tl.load(draft_tokens + row - batch, mask=(column < width - 1) & (not greedy), other=-1)
+            if left_out // (BLOCKS * BLOCK) == first:
+                here = (left_out % (BLOCKS * BLOCK)).to(tl.int32)
+                x = tl.where(tile_ids(0, BLOCKS, BLOCK) == here, float("-inf"), x)
+        peaks = leave_stats(x, None, ids, first, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
         if METHOD == "typical":
-            block = tile * BLOCKS + tl.arange(0, BLOCKS)
+            block = first * BLOCKS + tl.arange(0, BLOCKS)
             heat = block_heat(x, peaks, inverse_temperature)
             tl.store(blocks_at(memory, BLOCK_HEAT, row) + block, heat, mask=block < num_blocks)
 
-    # Then its row, if this tile is the last of it, and its sequence, if this row is the last of it.
+    # Then its row, if this program is the last of it, and its sequence, if this row is the last of it.
     drafts = (draft, bias, mask, None, cu_num_logits)
     sequence = (draft_tokens, drafts, draft_threshold, draft_lse, seed, position, inverse_temperature, greedy)
     outputs = (tokens, num_accepted, status, logprobs)
     if BY_ROW:
-        if arrive(counters + row, num_tiles):
-            noise = _own_noise(seed, position, batch, column)
+        if arrive(counters + row, num_programs):
             leave_row(
-                rows, batch, column, row, memory, inverse_temperature, greedy, (top_k, top_p, min_p), noise,
+                rows, batch, column, row, memory, inverse_temperature, greedy, (top_k, top_p, min_p), seed, position,
                 METHOD, FILTERED, MASSES, SHIFT, SAMPLE_SHIFT, NUM_BLOCKS, NUM_GROUPS, BLOCKS,
             )  # fmt: skip
             if arrive(counters + num_rows + batch, width):
@@ -120,18 +137,11 @@ def verify_kernel(
                     METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, AT_ONCE, NUM_BLOCKS, NUM_GROUPS, BLOCKS, BLOCK,
                 )  # fmt: skip
     else:
-        if arrive(counters + num_rows + batch, width * num_tiles):
+        if arrive(counters + num_rows + batch, width * num_programs):
             decide(
                 rows, batch, width, memory, sequence, outputs, typical_epsilon, typical_delta,
                 METHOD, FILTERED, BY_ROW, LEAVE_OUT, WIDTH, AT_ONCE, NUM_BLOCKS, NUM_GROUPS, BLOCKS, BLOCK,
             )  # fmt: skip
-
-
-@triton.jit
-def _own_noise(seed, position, batch, column):
-    """The noise with which a row of the target draws by itself."""
-    first = tl.load(position + batch)
-    return tl.load(seed + batch), first + column, tl.zeros_like(first), SAMPLE
 
 
 def verify(
@@ -202,7 +212,7 @@ def verify(
         METHOD=method,
     )
     with torch.cuda.device_of(target_logits):
-        grid = (shape["num_tiles"], width, batch)
+        grid = (shape["num_programs"], width, batch)
         filters = {name: rows[name] for name in ("top_k", "top_p", "min_p")}
         thresholds = dict(typical_epsilon=typical_epsilon, typical_delta=typical_delta)
         simple = is_simple(target_logits, logit_bias, token_mask)
@@ -210,8 +220,9 @@ def verify(
         verify_kernel[grid](**both, **shape, **filters, **thresholds)
         if draft_logits is not None:
             slots = 1 if method == "rejection" else width - 1
-            del shape["SHIFT"], shape["SAMPLE_SHIFT"]
-            residual_kernel[(shape["num_tiles"], slots, batch)](**both, **shape)
+            del shape["SHIFT"], shape["SAMPLE_SHIFT"], shape["tiles"]
+            shape["num_programs"] = cdiv(shape["num_blocks"], shape["BLOCKS"])
+            residual_kernel[(shape["num_programs"], slots, batch)](**both, **shape)
     return verdict
 
 

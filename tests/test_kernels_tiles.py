@@ -1,0 +1,79 @@
+"""Programs that read several tiles of a row, as those of large batches do, give bit for bit what programs of one tile give."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import DEVICE, Case, assert_counters_are_clear, random_filters, to_device, verify_case
+from torch import Tensor
+
+from engine.kernels import launch
+from engine.kernels.row_stats import row_stats
+from engine.kernels.sample import sample
+from engine.kernels.verify import verify
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+BATCH, NUM_DRAFTS, VOCAB_SIZE = 2, 2, 40_000  # five tiles a row, the last not full
+
+
+def case_of(filtered: bool, draft_vocab: int | None = None) -> Case:
+    generator = torch.Generator().manual_seed(3)
+    filters = random_filters(generator, BATCH, VOCAB_SIZE) | dict(top_p=torch.tensor([0.9, 0.5])) if filtered else None
+    return verify_case(generator, BATCH, NUM_DRAFTS, VOCAB_SIZE, draft_vocab, torch.bfloat16, filters)
+
+
+def flat(result: Any) -> list[Tensor]:
+    """All tensors of a result."""
+    if isinstance(result, Tensor):
+        return [result]
+    return [tensor for part in result if part is not None for tensor in flat(part)]
+
+
+def assert_the_same_in_large_batches(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any], case: dict[str, Any]
+) -> None:
+    """With 1, 2, 3 and 4 tiles a program, among them numbers that leave a program's last tiles beyond the row."""
+    on_device = {name: to_device(value, DEVICE) for name, value in case.items()}
+    tiles = []
+    original = launch.shape_arguments
+
+    def noted(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        shape = original(*args, **kwargs)
+        tiles.append(shape["tiles"])
+        return shape
+
+    monkeypatch.setitem(call.__globals__, "shape_arguments", noted)
+    expected = flat(call(**on_device))
+    for enough in (15, 10, 1):  # of 30 tiles
+        monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", enough)
+        for actual, want in zip(flat(call(**on_device)), expected, strict=True):
+            assert torch.equal(actual, want)
+        assert_counters_are_clear()
+    assert tiles == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("draft_vocab", [None, VOCAB_SIZE], ids=["one-hot", "full"])
+@pytest.mark.parametrize("method", ["rejection", "block", "coupled", "typical"])
+def test_verify_with_filters(monkeypatch: pytest.MonkeyPatch, method: str, draft_vocab: int | None) -> None:
+    case = case_of(True, draft_vocab)
+    if draft_vocab is not None:
+        rows = {name: case[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        case["draft_stats"] = row_stats(case["draft_logits"], **rows)
+    assert_the_same_in_large_batches(monkeypatch, verify, case | dict(method=method, return_logprobs=True))
+
+
+def test_coupled_without_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_the_same_in_large_batches(monkeypatch, verify, case_of(False) | dict(method="coupled"))
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
+def test_sample_and_row_stats(monkeypatch: pytest.MonkeyPatch, filtered: bool) -> None:
+    case = case_of(filtered)
+    rows = {name: case[name] for name in ("temperature", *(("top_k", "top_p", "min_p") if filtered else ()))}
+    logits = dict(logits=case["target_logits"])
+    where = dict(seed=case["seed"], position=case["position"])
+    assert_the_same_in_large_batches(monkeypatch, sample, logits | rows | where)
+    if filtered:  # else no row has work of its own
+        monkeypatch.undo()
+        assert_the_same_in_large_batches(monkeypatch, row_stats, logits | rows)
