@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
+from transformers.utils.import_utils import is_peft_available, is_protobuf_available, is_sentencepiece_available
 
 from . import parallel
 from .cpu_layers import fuse_cpu_layers
@@ -52,6 +52,10 @@ def read_checkpoint(
     if isinstance(location, PreTrainedModel):
         return Checkpoint(location, tokenizer)
     config = read_config(location, role)
+    if not is_peft_available() and _has(location, ["adapter_config.json"]):  # transformers would leave the adapter out
+        raise ImportError(
+            f"{role} has an adapter beside its weights, which needs the package peft (pip install peft): {source}"
+        )
     options: dict[str, Any] = {}
     if num_ranks is not None:
         parallel.check_divisible(config, num_ranks, role)

@@ -203,12 +203,20 @@ def context_length(config: PretrainedConfig) -> int:
     Rotary embeddings that change their frequencies beyond the original length would make earlier K/V depend on later
     text and on the neighbours in a batch, so such a model is served up to the original length.
     """
-    lengths = [getattr(config, "max_position_embeddings", None)]
+    length = getattr(config, "max_position_embeddings", None)
+    lengths = [max(length, *_stretched(config))] if length else []
     for rope in _dynamic_ropes(config):
         lengths.append(
             rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
         )
     return min((int(length) for length in lengths if length), default=1 << 20)
+
+
+def _stretched(config: PretrainedConfig) -> list[int]:
+    """What yarn makes of the original lengths, and 0. Many a config that turns it on leaves max_position_embeddings as it was."""
+    yarns = [rope for rope in _ropes(config) if rope.get("rope_type") == "yarn"]
+    lengths = [(rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1) for rope in yarns]
+    return [0, *map(int, lengths)]
 
 
 def has_dynamic_rope(config: PretrainedConfig) -> bool:

@@ -582,3 +582,12 @@ def test_devices_that_are_not_there_are_refused_before_weights_are_read(folder: 
     if device == "meta":
         with pytest.raises(ValueError, match="target must be on a CPU or a CUDA device, got one on meta"):
             engine.load(tiny("llama").to("meta"))
+
+
+def test_an_adapter_beside_the_weights_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers does, silently, where peft is not installed."""
+    monkeypatch.setattr("engine.checkpoints.is_peft_available", lambda: False)
+    tiny().save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ImportError, match="target has an adapter beside its weights, which needs the package peft"):
+        engine.load(tmp_path)

@@ -183,6 +183,15 @@ def test_a_window_that_is_counted_from_the_last_key_is_refused() -> None:
         engine.load(tiny("gpt_neo", **sizes))
 
 
+@pytest.mark.parametrize(
+    "original", [12, 48]
+)  # as in the cards of Qwen3 (less than max_position_embeddings) and Qwen2.5
+def test_yarn_stretches_the_context(original: int) -> None:
+    rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=original, rope_theta=1e4)
+    llm = engine.load(tiny("qwen3", max_position_embeddings=min(original + 4, 48), rope_parameters=rope), drafter=None)
+    assert llm.max_length == 4 * original
+
+
 def test_a_probe_that_gives_nan_is_refused() -> None:
     model = model_of("glm4")
 
