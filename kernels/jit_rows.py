@@ -1,14 +1,14 @@
 """How the Triton kernels read a row of logits, and which stats of its blocks they leave for the last program of the row.
 
-A row is cut into tiles of BLOCKS x BLOCK tokens, one program each. Their number depends on nothing but the vocabulary. A program
-reads its tile once, into registers. Of each block of BLOCK = 1024 tokens it leaves these stats in scratch memory, as far as wanted:
+A row is cut into tiles of BLOCKS x BLOCK tokens. A program reads one (or, in jit_tiles.py, several) into registers, once. Of each
+block of BLOCK = 1024 tokens it leaves these stats in scratch memory, as far as wanted:
 
     peak     the largest logit                          mass     sum of exp((x - peak) / T)
     argmax   its lowest id                              heat     sum of (x - peak) / T exp((x - peak) / T)
 
 The program that arrives last knows the whole row from them: with best = the largest peak,
 lse = best / T + log(sum over blocks of mass exp((peak - best) / T)). A draw in two levels chooses a block by the masses. Nothing
-depends on which program arrives last.
+depends on which program arrives last, nor on how many tiles each has.
 
 Tuples that the kernels pass on:
 

@@ -2,8 +2,8 @@
 
     lse = log sum over v of exp(logit_v / T), v with logit_v >= threshold
 
-One launch, with one program per tile of a row. The last program of a row combines its blocks (jit_rows.py) and, if there are
-filters, searches for the threshold (jit_filters.py).
+One launch, with one program per tile of a row, or for several (jit_tiles.py). The last program of a row combines its blocks
+(jit_rows.py) and, if there are filters, searches for the threshold (jit_filters.py).
 """
 
 import torch

@@ -7,9 +7,9 @@ With p the target's and q the drafter's distribution, each from logits, temperat
     coupled    accept x_i while it is argmax of logit / T + Gumbel noise; that argmax is also the next token
     typical    accept x_i while p(x_i) > min(epsilon, delta exp(-entropy of p))
 
-Launch 1 (verify_kernel) has one program per tile of a target row.
+Launch 1 (verify_kernel) has one program per tile of a target row, or for several (jit_tiles.py).
 
-- Each program reads its tile and leaves the stats of its blocks (jit_rows.py).
+- Each program leaves the stats of its tile's blocks (jit_rows.py).
 - The last program of a row searches for its threshold, if there are filters, and under `coupled` draws from the row.
 - The last program of a sequence tests the drafts and draws the next token, in two levels, reading one block of logits again (with
   filters, all blocks that hold a kept logit: jit_decide.py).
