@@ -55,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, status=2)
     except (EngineError, OSError, ImportError, MemoryError) as error:
         return _fail(error, status=1)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU; torch need not be imported by now
+            raise
+        return _fail(error, status=1)
 
 
 def _fail(error: Any, status: int) -> int:

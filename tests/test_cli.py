@@ -6,11 +6,13 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cli_fakes
 import pytest
+import torch
 from cli_fakes import FakeEngine, json_lines, pipe
 
 import engine
@@ -328,6 +330,23 @@ def test_engine_errors_are_failures(
     monkeypatch.setattr(engine, "load", load)
     assert cli.main(["generate", "-t", "model", "x"]) == 1
     assert capsys.readouterr().err == "error: in two lines\n"
+
+
+def test_a_full_gpu_is_a_failure_and_a_fault_has_its_traceback(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(error: Exception) -> Callable[..., None]:
+        def load(*args: Any, **options: Any) -> None:
+            raise error
+
+        return load
+
+    monkeypatch.setattr(engine, "load", fails(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")))
+    assert cli.main(["generate", "-t", "model", "x"]) == 1
+    assert capsys.readouterr().err == "error: CUDA out of memory. Tried to allocate\n"
+    monkeypatch.setattr(engine, "load", fails(RuntimeError("a fault")))
+    with pytest.raises(RuntimeError, match="a fault"):
+        cli.main(["generate", "-t", "model", "x"])
 
 
 @pytest.mark.usefixtures("one_thread")
