@@ -9,12 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .constants import Constant
 from .jit_groups import GROUPS, SAMPLES, group_peaks_at, list_reaching, search_at
 from .jit_rows import BLOCK_MASS, BLOCK_PEAK, LANES, LOG2_E, blocks_at, fetch, tile_ids
 
-_SAMPLES = tl.constexpr(SAMPLES)
+_SAMPLES = Constant(SAMPLES)
 # Triton 3.9 announces that 3.10 will not have this argument. Making a tensor flat then moves it through shared memory.
-_ANY_ORDER = tl.constexpr("can_reorder" in signature(tl.reshape).parameters)
+_ANY_ORDER = Constant("can_reorder" in signature(tl.reshape).parameters)
 
 
 @triton.jit

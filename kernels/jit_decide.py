@@ -3,15 +3,16 @@
 import triton
 import triton.language as tl
 
+from .constants import Constant
 from .jit_draw import block_masses, draw_in_two_levels, kept_masses
 from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
 from .jit_rows import ROW_LSE, ROW_PENDING, ROW_PREFIX, ROW_THRESHOLD, as_int, pick, read_at, row_at
 from .jit_verify import block_length, draft_prefix, fetch_rows, fit_drafts, from_blocks, read_drafts, store_verdict
 from .records import Status
 
-_NAN_TARGET = tl.constexpr(int(Status.NAN_TARGET))
-_EMPTY_TARGET = tl.constexpr(int(Status.EMPTY_TARGET))
-_EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
+_NAN_TARGET = Constant(int(Status.NAN_TARGET))
+_EMPTY_TARGET = Constant(int(Status.EMPTY_TARGET))
+_EMPTY_RESIDUAL = Constant(int(Status.EMPTY_RESIDUAL))
 
 
 @triton.jit

@@ -12,6 +12,7 @@ out the noise.
 import triton
 import triton.language as tl
 
+from .constants import Constant
 from .jit_groups import (
     GROUPS,
     MOST_LISTED,
@@ -46,7 +47,7 @@ from .jit_rows import (
     vocab_size_of,
 )
 
-_ROUNDING = tl.constexpr(0.001)  # more than all rounding errors of the values that a draw compares
+_ROUNDING = Constant(0.001)  # more than all rounding errors of the values that a draw compares
 
 
 @triton.jit

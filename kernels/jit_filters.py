@@ -23,6 +23,7 @@ but the first reading are of the groups that hold what may stay: in peaked rows 
 import triton
 import triton.language as tl
 
+from .constants import Constant
 from .jit_bounds import (
     as_vector,
     flat,
@@ -39,10 +40,10 @@ from .jit_groups import CONTENDERS, SAMPLES, list_groups, read_listed
 from .jit_rows import LANES, vocab_size_of
 
 # Groups that may reach a bound without a look at how many of their tokens do, which mostly are few.
-_FEW = tl.constexpr(2 * CONTENDERS // LANES.value)
-_AT_ONCE = tl.constexpr(256)  # contenders
-_CONTENDERS = tl.constexpr(CONTENDERS)
-_SAMPLES = tl.constexpr(SAMPLES)
+_FEW = Constant(2 * CONTENDERS // LANES.value)
+_AT_ONCE = Constant(256)  # contenders
+_CONTENDERS = Constant(CONTENDERS)
+_SAMPLES = Constant(SAMPLES)
 
 
 @triton.jit

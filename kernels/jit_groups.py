@@ -12,17 +12,18 @@ import triton
 import triton.language as tl
 
 from . import philox
+from .constants import Constant
 from .jit_rows import BLOCK, LANES, TILE_BLOCKS, as_int, fetch, read, rest_at
 
-GROUPS = tl.constexpr(BLOCK // LANES.value)  # of a block
+GROUPS = Constant(BLOCK // LANES.value)  # of a block
 # float32 numbers of scratch memory per row that the search for a threshold needs in addition, 56 KiB together. They come first, so
 # that all of it is at fixed distances from one pointer. A sample has at least half of SAMPLES tokens. CONTENDERS must hold the
 # logits between its two bounds: for top-p at most 10,000 of 262,144 if the logits are normally distributed.
 SAMPLES, CONTENDERS = 4096, 10240
 assert LANES.value == philox.GROUP  # groups of logits and groups of a race are the same
-SEARCH_ROOM = tl.constexpr(SAMPLES + CONTENDERS)
-STEP = tl.constexpr(2)  # STEP * BLOCKS groups of a race are read at once: half as many tokens as a tile has
-MOST_LISTED = tl.constexpr(STEP.value * TILE_BLOCKS)  # groups of a race that are listed at once
+SEARCH_ROOM = Constant(SAMPLES + CONTENDERS)
+STEP = Constant(2)  # STEP * BLOCKS groups of a race are read at once: half as many tokens as a tile has
+MOST_LISTED = Constant(STEP.value * TILE_BLOCKS)  # groups of a race that are listed at once
 
 
 @triton.jit

@@ -4,17 +4,18 @@ import triton
 import triton.language as tl
 
 from . import philox as twin
+from .constants import Constant
 
-SAMPLE = tl.constexpr(twin.SAMPLE)
-ACCEPT = tl.constexpr(twin.ACCEPT)
-RESIDUAL = tl.constexpr(twin.RESIDUAL)
-BLOCK_LEVEL = tl.constexpr(twin.BLOCK_LEVEL // 4)  # as an index
-_GROUP_LEVEL, _GROUP = tl.constexpr(twin.GROUP_LEVEL), tl.constexpr(twin.GROUP)
-_ROUNDS = tl.constexpr(twin.ROUNDS)
-_MUL_0, _MUL_1 = tl.constexpr(twin.MUL_0), tl.constexpr(twin.MUL_1)
-_WEYL_0, _WEYL_1 = tl.constexpr(twin.WEYL_0), tl.constexpr(twin.WEYL_1)
-_UNIFORM_MAX = tl.constexpr(twin.UNIFORM_MAX)
-_LN_2 = tl.constexpr(0.6931471805599453)
+SAMPLE = Constant(twin.SAMPLE)
+ACCEPT = Constant(twin.ACCEPT)
+RESIDUAL = Constant(twin.RESIDUAL)
+BLOCK_LEVEL = Constant(twin.BLOCK_LEVEL // 4)  # as an index
+_GROUP_LEVEL, _GROUP = Constant(twin.GROUP_LEVEL), Constant(twin.GROUP)
+_ROUNDS = Constant(twin.ROUNDS)
+_MUL_0, _MUL_1 = Constant(twin.MUL_0), Constant(twin.MUL_1)
+_WEYL_0, _WEYL_1 = Constant(twin.WEYL_0), Constant(twin.WEYL_1)
+_UNIFORM_MAX = Constant(twin.UNIFORM_MAX)
+_LN_2 = Constant(0.6931471805599453)
 
 
 @triton.jit

@@ -29,25 +29,24 @@ a row that has no distribution. `read` turns NaN into +inf. After `read_raw` the
 import triton
 import triton.language as tl
 
+from .constants import Constant
 from .records import DRAW_BLOCK, GREEDY_BELOW
 
 BLOCK = DRAW_BLOCK
-LANES = tl.constexpr(256)  # neighbouring tokens of a block that a warp reads at once: 16 bytes a thread in bf16
-LOG2_E = tl.constexpr(1.4426950408889634)
+LANES = Constant(256)  # neighbouring tokens of a block that a warp reads at once: 16 bytes a thread in bf16
+LOG2_E = Constant(1.4426950408889634)
 # This gives each thread 32 tokens: work that is done once per program then counts little, and four loads of 16 bytes in bf16 are in
 # flight at once.
 TILE_BLOCKS, THREADS = 8, 256
 
 # Fields of the scratch memory: for each block of each row, and for each row.
-BLOCK_PEAK, BLOCK_MASS, BLOCK_ARGMAX, BLOCK_HEAT, BLOCK_RESIDUAL_MASS = (tl.constexpr(i) for i in range(5))
-BLOCK_FIELDS = tl.constexpr(5)
-ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING, ROW_LISTED = (
-    tl.constexpr(i) for i in range(7)
-)
-ROW_FIELDS = tl.constexpr(7)
-NO_ID = tl.constexpr(0x7FFFFFFF)
-_GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
-_TINY = tl.constexpr(2.0**-126)  # the smallest normal float32
+BLOCK_PEAK, BLOCK_MASS, BLOCK_ARGMAX, BLOCK_HEAT, BLOCK_RESIDUAL_MASS = (Constant(i) for i in range(5))
+BLOCK_FIELDS = Constant(5)
+ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING, ROW_LISTED = (Constant(i) for i in range(7))
+ROW_FIELDS = Constant(7)
+NO_ID = Constant(0x7FFFFFFF)
+_GREEDY_BELOW = Constant(GREEDY_BELOW)
+_TINY = Constant(2.0**-126)  # the smallest normal float32
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .constants import Constant
 from .jit_draw import draw_by_token
 from .jit_filters import filter_row
 from .jit_groups import list_groups, read_listed
@@ -34,8 +35,8 @@ from .jit_rows import (
 )
 from .records import Status
 
-_INVALID_DRAFT = tl.constexpr(int(Status.INVALID_DRAFT))
-_ZERO_DRAFT_PROB = tl.constexpr(int(Status.ZERO_DRAFT_PROB))
+_INVALID_DRAFT = Constant(int(Status.INVALID_DRAFT))
+_ZERO_DRAFT_PROB = Constant(int(Status.ZERO_DRAFT_PROB))
 
 
 @triton.jit

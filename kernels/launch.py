@@ -20,7 +20,7 @@ MOST_TILES, ENOUGH_PROGRAMS = 4, 1024
 
 
 def cdiv(number: int, by: int) -> int:
-    """The quotient, rounded up. (Triton's own, which kernels may call as well, costs the host 2 us.)"""
+    """The quotient, rounded up. (Triton's own, which kernels may call as well, costs the host more than 1 us.)"""
     return -(-number // by)
 
 

@@ -15,6 +15,7 @@ Programs of a sequence that the first launch has finished end at once.
 import triton
 import triton.language as tl
 
+from .constants import Constant
 from .jit_draw import block_masses, choose_block, choose_token, draw_in_two_levels, kept_masses
 from .jit_groups import SEARCH_ROOM
 from .jit_random import RESIDUAL, SAMPLE, log1m
@@ -40,7 +41,7 @@ from .jit_rows import (
 from .jit_verify import block_length, fetch_blocks, row_blocks, store_verdict
 from .records import Status
 
-_EMPTY_RESIDUAL = tl.constexpr(int(Status.EMPTY_RESIDUAL))
+_EMPTY_RESIDUAL = Constant(int(Status.EMPTY_RESIDUAL))
 
 
 @triton.jit
