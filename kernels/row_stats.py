@@ -51,21 +51,9 @@ def row_stats_kernel(
     row = batch * width + column
     if FILTERED:
         inverse_temperature, greedy = leave_tiles(
-            rows,
-            batch,
-            column,
-            row,
-            memory,
-            temperature,
-            first,
-            tiles,
-            True,
-            FILTERED,
-            True,
-            SAMPLE_SHIFT,
-            BLOCKS,
-            BLOCK,
-        )
+            rows, batch, column, row, memory, temperature, first, tiles, True,
+            FILTERED, True, SAMPLE_SHIFT, BLOCKS, BLOCK,
+        )  # fmt: skip
     else:
         ids = tile_ids(first, BLOCKS, BLOCK)
         x = read_raw(rows, batch, column, ids)  # first, so that everything else overlaps with the loads

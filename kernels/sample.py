@@ -48,8 +48,9 @@ def sample_kernel(
     first, column, batch = tl.program_id(0) * tiles, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = batch * width + column
     inverse_temperature, greedy = leave_tiles(
-        rows, batch, column, row, memory, temperature, first, tiles, True, FILTERED, True, SAMPLE_SHIFT, BLOCKS, BLOCK
-    )
+        rows, batch, column, row, memory, temperature, first, tiles, True,
+        FILTERED, True, SAMPLE_SHIFT, BLOCKS, BLOCK,
+    )  # fmt: skip
 
     if arrive(counters + row, num_programs):
         best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)

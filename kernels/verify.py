@@ -91,21 +91,9 @@ def verify_kernel(
     # This program's tiles. The logits are loaded first, so that everything else overlaps with the loads.
     if BY_ROW:
         inverse_temperature, greedy = leave_tiles(
-            rows,
-            batch,
-            column,
-            row,
-            memory,
-            temperature,
-            first,
-            tiles,
-            False,
-            FILTERED,
-            MASSES,
-            SAMPLE_SHIFT,
-            BLOCKS,
-            BLOCK,
-        )
+            rows, batch, column, row, memory, temperature, first, tiles, False,
+            FILTERED, MASSES, SAMPLE_SHIFT, BLOCKS, BLOCK,
+        )  # fmt: skip
     else:
         ids = tile_ids(first, BLOCKS, BLOCK)
         x = read_raw(rows, batch, column, ids)
