@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .numerics import CHUNK, argmax, bounds, chunks, computed, exp_, kept, log_sum_exp, resize, spread, take
+from .rank_threshold import rank_threshold
 from .records import GREEDY_BELOW, RowStats
 
 Filters = tuple[Tensor | None, Tensor | None, Tensor | None]  # top_k, top_p, min_p: [B] each
@@ -166,7 +167,7 @@ def _row_stats(
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     threshold = logits.new_full(logits.shape[:-1], -torch.inf, dtype=dtype)
     if top_k is not None or top_p is not None:
-        threshold = _rank_threshold(computed(logits), scale, top_k, top_p)
+        threshold = rank_threshold(computed(logits), scale, top_k, top_p)
     if min_p is not None and maximum is not None:
         # prob >= min_p * max prob  <=>  logit >= max + T log(min_p)
         log_min_p = torch.log(min_p.to(maximum.dtype))
@@ -178,22 +179,3 @@ def _row_stats(
     if greedy is not None and maximum is not None:
         threshold = maximum.where(greedy, threshold)
     return RowStats(threshold, lse, largest)
-
-
-def _rank_threshold(logits: Tensor, scale: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """The smallest logit [...] that top-k and then top-p keep; -inf where both are off."""
-    ordered = logits.sort(dim=-1, descending=True).values
-    threshold = torch.full_like(ordered[..., :1], -torch.inf)
-    if top_k is not None:
-        top_k = top_k.long()  # compared with a dtype that cannot hold V, V would wrap
-        on = ((top_k > 0) & (top_k < logits.shape[-1]))[..., None]
-        rank = top_k[..., None].where(on, 1) - 1
-        threshold = ordered.gather(-1, rank).where(on, -torch.inf)
-    if top_p is not None:
-        scaled = ordered if scale is None else ordered * scale[..., None]
-        scaled = scaled.masked_fill(ordered < threshold, -torch.inf)
-        probs = scaled.softmax(dim=-1, dtype=torch.float64)
-        bound = top_p.to(probs.dtype)[..., None]
-        last = ((probs.cumsum(dim=-1) - probs < bound).sum(dim=-1, keepdim=True) - 1).clamp(min=0)
-        threshold = torch.maximum(threshold, ordered.gather(-1, last).where(bound < 1, -torch.inf))
-    return threshold.squeeze(-1)

@@ -6,14 +6,13 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from ..backend import sample
 from ..config import check_bool, check_instance
 from ..hidden_states import HiddenStates
 from ..model import RaggedModel
 from ..packing import pack_linears
 from ..state import BatchState, Proposal, Verdict
 from .head_files import HeadFiles, check_made_for, read_head
-from .proposals import likeliest, noise
+from .proposals import drawn, likeliest
 
 
 class HeadModel(nn.Module):
@@ -104,9 +103,5 @@ class HiddenHeadDrafter:
     def _draw(self, state: BatchState, logits: Tensor, step: int) -> Proposal:
         """Drafts from rows [B, W, V], the first of which is for draft number `step`."""
         can_draft = (state.seq_lens > 0)[:, None]
-        if self.greedy or state.all_greedy:
-            proposal = likeliest(logits)
-            return proposal._replace(tokens=proposal.tokens.where(can_draft, -1))
-        draws = sample(logits, **noise(state, step))
-        tokens = draws.tokens.where(can_draft, -1)
-        return Proposal(tokens) if state.coupled else Proposal(tokens, logits, draws.stats)
+        proposal = likeliest(logits) if self.greedy or state.all_greedy else drawn(state, logits, step)
+        return proposal._replace(tokens=proposal.tokens.where(can_draft, -1))

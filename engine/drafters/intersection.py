@@ -19,6 +19,7 @@ from ..state import BatchState, Proposal, Verdict
 from ..transfers import to_device
 from .model import DraftModel
 from .own_texts import OwnTexts, Translation
+from .proposals import side_by_side
 from .vocabulary import SharedVocabulary
 
 
@@ -76,10 +77,10 @@ class IntersectionDraftModel(DraftModel):
         logits = self._in_target_ids(self._own.begin(state, texts))
         steps = [self._draw(state, penalise_drafter(logits, state), 0)]
         for step in range(1, num_draft_tokens):
-            logits = self._in_target_ids(self._own.step(self._counterparts[steps[-1][0].clamp(min=0)]))
-            logits = penalise_drafter(logits, state, [tokens for tokens, _, _ in steps])
+            logits = self._in_target_ids(self._own.step(self._counterparts[steps[-1].tokens.clamp(min=0)]))
+            logits = penalise_drafter(logits, state, [each.tokens for each in steps])
             steps.append(self._draw(state, logits, step))
-        proposal = self._proposal(state, steps)
+        proposal = side_by_side(steps)
         # A text of nothing but special tokens that the drafter does not have is empty for it.
         drafting = to_device([bool(text and text.ids) for text in texts], logits.device)
         return proposal._replace(tokens=proposal.tokens.where(drafting[:, None], -1))

@@ -7,16 +7,13 @@ set of layers (Draft & Verify, Zhang et al., arXiv 2309.08168), which `search_la
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from ..backend import sample
 from ..config import check_bool, check_int
 from ..decoder_layers import DecoderLayers
 from ..model import RaggedModel
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
 from ..support import TESTED
-from .proposals import likeliest, noise, side_by_side
+from .proposals import drawn, likeliest, side_by_side
 
 
 class LayerSkipDrafter:
@@ -98,8 +95,8 @@ class LayerSkipDrafter:
                 inside = ((start + 1 < state.limits) & ~state.without_drafts).long()
                 length = state.max_text_length + step
                 logits = self.target.call(tokens.clamp(min=0), start, inside, state.rows, length, keep_hidden=False)
-                logits = penalise_drafter(logits, state, [drawn.tokens for drawn in steps])
-                steps.append(likeliest(logits) if self.greedy else _drawn(state, logits, step))
+                logits = penalise_drafter(logits, state, [each.tokens for each in steps])
+                steps.append(likeliest(logits) if self.greedy else drawn(state, logits, step))
                 tokens = steps[-1].tokens
         return side_by_side(steps)
 
@@ -120,11 +117,3 @@ def _checked(given: Any) -> tuple[int, ...]:
     if not layers or list(layers) != sorted(set(layers)):
         raise ValueError(f"layers must be ascending, each once, and at least one, got {list(layers)}")
     return layers
-
-
-def _drawn(state: BatchState, logits: Tensor, step: int) -> Proposal:
-    """The draft of a step, from rows [B, 1, V]."""
-    draws = sample(logits, **noise(state, step))
-    if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
-        return Proposal(draws.tokens)
-    return Proposal(draws.tokens, logits, draws.stats)

@@ -1,19 +1,18 @@
 """Drafting with a smaller language model of the same vocabulary (Leviathan et al., arXiv 2211.17192)."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..backend import RowStats, row_stats, sample
 from ..config import check_bool, check_instance
 from ..graphs import bucket
 from ..model import RaggedModel, last_valid
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
-from .proposals import noise, probability
+from .proposals import drawn, likeliest, side_by_side
 
 WIDEST_CATCH_UP = 32  # columns that go through the head; "auto" tries at least that often to draft
 
@@ -83,10 +82,10 @@ class DraftModel:
         for step in range(1, num_draft_tokens):
             start = state.seq_lens + step
             inside = (start < state.limits).long()
-            logits = self._decode(state, steps[-1][0].clamp(min=0), start, inside, extra=step)
-            logits = penalise_drafter(logits, state, [tokens for tokens, _, _ in steps])
+            logits = self._decode(state, steps[-1].tokens.clamp(min=0), start, inside, extra=step)
+            logits = penalise_drafter(logits, state, [each.tokens for each in steps])
             steps.append(self._draw(state, logits, step))
-        return self._proposal(state, steps)
+        return side_by_side(steps)
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Rolling back is the state's lower `seq_lens`; only rounds without drafts have to be made up for."""
@@ -134,20 +133,6 @@ class DraftModel:
         length = state.max_text_length + extra
         return self.ragged.decode(tokens, start, valid, state.rows, length)[..., : self._shared_vocab_size]
 
-    def _draw(self, state: BatchState, logits: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor, RowStats]:
-        """Tokens [B, W] for logits [B, W, V], of which the first is draft number `step` (an int, or [B]); logits; stats."""
-        if self.greedy:
-            likeliest = row_stats(logits)
-            return likeliest.argmax.where(likeliest.lse.isfinite(), -1), logits, likeliest
-        draws = sample(logits, **noise(state, step))
-        return draws.tokens, logits, draws.stats
-
-    def _proposal(self, state: BatchState, steps: Sequence[tuple[Tensor, Tensor, RowStats]]) -> Proposal:
-        """What `_draw` gave, side by side."""
-        tokens = torch.cat([tokens for tokens, _, _ in steps], dim=1)
-        if self.greedy:
-            return Proposal(tokens, confidence=torch.cat([probability(*step) for step in steps], dim=1))
-        if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
-            return Proposal(tokens)
-        rows = [torch.cat(field, dim=1) for field in zip(*(stats for _, _, stats in steps), strict=True)]
-        return Proposal(tokens, torch.cat([logits for _, logits, _ in steps], dim=1), RowStats(*rows))
+    def _draw(self, state: BatchState, logits: Tensor, step: int | Tensor) -> Proposal:
+        """Drafts by logits [B, W, V], of which the first is draft number `step` (an int, or [B])."""
+        return likeliest(logits) if self.greedy else drawn(state, logits, step)

@@ -82,11 +82,11 @@ class StagedDraftModel(DraftModel):
             at = (fed - 1)[:, None] + torch.arange(guesses.shape[1] + 1, device=fed.device)
             at = at.clamp(0, logits.shape[1] - 1)[..., None].expand(-1, -1, logits.shape[-1])
             logits = penalise_drafter(logits.gather(1, at), drafts.state(), [guesses])
-            drafts.append(guesses, *self._draw(state, logits, drafts.count))
+            drafts.append(guesses, self._draw(state, logits, drafts.count))
             # What the model has not read is the last draft.
             start, fed, width = state.seq_lens + drafts.count, drafts.unfinished.long(), 1
             self.num_calls += 1
-        return self._proposal(state, [drafts.drawn()]) if drafts.stats else Proposal(drafts.tokens[:, :-1])
+        return drafts.proposal()
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """See `DraftModel`."""
@@ -100,7 +100,7 @@ class StagedDraftModel(DraftModel):
     def _guess(self, drafts: "_Drafts", count: int) -> Tensor:
         """At most `count` tokens of the inner drafter for each row, [B, N] int64, then -1; entered in the drafts' text."""
         if not count:
-            return drafts.tokens[:, :0]
+            return drafts.state().tokens[:, :0]
         return drafts.guess(self.drafter.propose(drafts.state(), count).tokens)
 
 
@@ -113,7 +113,6 @@ class _Drafts:
 
     Attributes:
         count: [B] int64, drafts so far.
-        tokens: [B, most + 1] int64, then -1; the last column takes what is to be dropped.
     """
 
     def __init__(self, state: BatchState, most: int, most_guesses: int) -> None:
@@ -122,9 +121,9 @@ class _Drafts:
         # One more token has to follow the last draft.
         self._wanted = (state.limits - state.seq_lens - 2).clamp(0, most) * state.active
         self.count = torch.zeros_like(state.seq_lens)
-        self.tokens = torch.full((len(self.count), most + 1), -1, device=self.count.device)
-        self.logits: Tensor | None = None
-        self.stats: RowStats | None = None
+        tokens = torch.full((len(self.count), most + 1), -1, device=self.count.device)
+        # Tokens, and what the model says of them, by name: [B, most + 1, ...]. The last column takes what is to be dropped.
+        self._drafts = {"tokens": tokens}
 
     @property
     def unfinished(self) -> Tensor:
@@ -156,31 +155,34 @@ class _Drafts:
         index = start[:, None] + torch.arange(width, device=start.device)
         return self._text.gather(1, index.clamp(max=self._text.shape[1] - 1))
 
-    def append(self, guesses: Tensor, tokens: Tensor, logits: Tensor, stats: RowStats) -> None:
-        """The model's own tokens [B, N + 1] with logits and stats: those after guesses that it agrees with, and one more."""
+    def append(self, guesses: Tensor, own: Proposal) -> None:
+        """The model's own tokens [B, N + 1], with what it says of them: those after guesses that it agrees with, and one more."""
+        tokens = own.tokens
         agreed = ((guesses >= 0) & (guesses == tokens[:, :-1])).long().cumprod(dim=1).sum(dim=1)
         column = torch.arange(tokens.shape[1], device=tokens.device)
         stands = (column <= agreed[:, None]) & self.unfinished[:, None]
         at = (self.count[:, None] + column).where(stands, self._most)
-        if self.logits is None or self.stats is None:
-            shape = self.tokens.shape
-            self.logits = logits.new_zeros(*shape, logits.shape[-1])
-            self.stats = RowStats(*(field.new_zeros(shape) for field in stats))
-        self.tokens.scatter_(1, at, tokens)
-        self.logits.scatter_(1, at[..., None].expand(-1, -1, logits.shape[-1]), logits)
-        for mine, new in zip(self.stats, stats, strict=True):
-            mine.scatter_(1, at, new)
+        for name, new in _tensors(own).items():
+            if name not in self._drafts:
+                self._drafts[name] = new.new_zeros(len(at), self._most + 1, *new.shape[2:])
+            self._drafts[name].scatter_(1, at if new.dim() == 2 else at[..., None].expand_as(new), new)
         self._write(tokens, stands)
         self.count = self.count + stands.sum(dim=1)
 
-    def drawn(self) -> tuple[Tensor, Tensor, RowStats]:
-        """Tokens [B, K], their logits and stats; only after `append`."""
-        assert self.logits is not None and self.stats is not None
-        stats = RowStats(*(field[:, :-1] for field in self.stats))
-        return self.tokens[:, :-1], self.logits[:, :-1], stats
+    def proposal(self) -> Proposal:
+        """All drafts."""
+        drafts = {name: field[:, : self._most] for name, field in self._drafts.items()}
+        stats = RowStats(*(drafts[name] for name in RowStats._fields)) if "lse" in drafts else None
+        return Proposal(drafts["tokens"], drafts.get("logits"), stats, drafts.get("confidence"))
 
     def _write(self, tokens: Tensor, where: Tensor) -> None:
         """Put tokens [B, N] behind the text and the drafts so far."""
         column = torch.arange(tokens.shape[1], device=tokens.device)
         at = (self._state.position + self.count)[:, None] + column
         self._text.scatter_(1, at.where(where, self._text.shape[1] - 1), tokens.clamp(min=0))
+
+
+def _tensors(proposal: Proposal) -> dict[str, Tensor]:
+    """Those of a proposal and of its stats, by name."""
+    fields = proposal._asdict() | (proposal.stats._asdict() if proposal.stats is not None else {})
+    return {name: field for name, field in fields.items() if isinstance(field, Tensor)}
