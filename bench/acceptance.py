@@ -102,9 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cut(render(llm.tokenizer, prompt.turns[:1], [], "auto"), options.max_prompt_tokens) for prompt in prompts
         ]
         llm.check(ids, params)
-    except (ValueError, OSError) as error:
+        found = measure(llm, ids, [prompt.category for prompt in prompts], options.max_new_tokens)
+    except (ValueError, OSError, ImportError, engine.EngineError) as error:
         parser.error(" ".join(str(error).split()))
-    found = measure(llm, ids, [prompt.category for prompt in prompts], options.max_new_tokens)
     print("position: " + ", ".join(f"{i} {share:.3f}" for i, share in enumerate(found["acceptance"], 1)))
     print(f"block efficiency {found['block_efficiency']:.2f}, {found['rounds']} rounds of {len(ids)} prompts")
     print("by category: " + ", ".join(f"{name} {value:.2f}" for name, value in found["categories"].items()))

@@ -110,11 +110,14 @@ def measure(spec: Spec) -> dict[str, Any]:
     """One run: seconds in all, of each part, and of processor time, and the tokens.
 
     Raises:
-        RuntimeError: if the process fails, with what it said last.
+        RuntimeError: if the process fails, with what it said last, or takes longer than LIMIT.
     """
     command = [sys.executable, "-c", "from bench.first_token import fresh_process; fresh_process()", json.dumps(spec)]
     began = time.time()  # a clock that all processes share
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{spec} took more than {LIMIT} s") from error
     if done.returncode:
         raise RuntimeError(f"{spec} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     said = json.loads(done.stdout.splitlines()[-1])

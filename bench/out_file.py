@@ -1,4 +1,4 @@
-"""The file or the folder that a benchmark writes to, checked before its work."""
+"""The file or the folder that a benchmark writes to: checked before its work, and written whole."""
 
 from pathlib import Path
 
@@ -33,3 +33,10 @@ def check_out_folder(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ValueError(f"--out must be a folder that can be written, got {folder}: {error.strerror}") from error
+
+
+def write_whole(file: Path, text: str) -> None:
+    """So that the file appears whole or not at all; what was there before stays until then."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)

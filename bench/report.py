@@ -18,6 +18,7 @@ import torch
 from bench.goals import GOALS, Results
 from bench.markdown import markdown
 from bench.measure import Record, ratios
+from bench.out_file import write_whole
 from bench.processes import ROOT
 
 NAMES = ("report.json", "report.md")
@@ -165,6 +166,4 @@ class Report:
         """Each file appears whole or not at all."""
         texts = (json.dumps(self.as_dict(), indent=1) + "\n", markdown(self))
         for name, text in zip(NAMES, texts, strict=True):
-            partial = self.folder / f".{name}.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self.folder / name)
+            write_whole(self.folder / name, text)

@@ -2,6 +2,7 @@
 
 from engine.kernels.attention_ops import MAX_HEAD_DIM, ragged_attention, scatter_kv
 from engine.kernels.layer_ops import gated_silu, rms_norm, rotate
+from engine.kernels.ops import check_choice as check_kernels
 from engine.kernels.ops import row_stats, sample, verify
 from engine.kernels.ops import use_triton as uses_kernels
 from engine.kernels.philox import DRAFT, SAMPLE
@@ -17,6 +18,7 @@ __all__ = [
     "RowStats",
     "Status",
     "Verdict",
+    "check_kernels",
     "gated_silu",
     "ragged_attention",
     "reserve_counters",

@@ -189,7 +189,7 @@ class RaggedCache(Cache):
         taken: Tensor | None = None,  # [N] int64, where `valid` [n * W] is True, if the model is called without padding
     ) -> None:
         """Prepare a model call: from now until the next one, layers read and write as this `plan` says."""
-        slots = torch.arange(rows.start, rows.stop, device=valid.device) if isinstance(rows, slice) else rows
+        slots = slot_numbers(rows, valid.device)
         write_at = positions.where(valid, self.capacity)
         kv_length = min(self.round_up(kv_length), self.capacity)
         span = runs = None
@@ -229,6 +229,11 @@ class RaggedCache(Cache):
             layer.values[rows, :, :end] = 0
         if index is not None:  # not before: an interrupted clearing is made up for by the next one
             self._reached[index] = 0
+
+
+def slot_numbers(rows: slice | Tensor, device: torch.device) -> Tensor:
+    """Slots as an index [n] int64."""
+    return torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
 
 
 def _on_host(rows: slice | Tensor, device: torch.device) -> slice | npt.NDArray[np.int64] | None:

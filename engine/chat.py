@@ -41,8 +41,8 @@ class Chat:
     params: "SamplingParams"
     system: str | None = None
     as_json: bool = False
-    history: list[dict[str, str]] = field(default_factory=list)
-    failed: bool = False
+    history: list[dict[str, str]] = field(default_factory=list, init=False)
+    failed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.console = stdout_console()

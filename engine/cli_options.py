@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 DEBUG_VARIABLE = "ENGINE_DEBUG"
+PROMPTS_HELP = 'A prompt per line, or JSON lines with "prompt" (or a list "turns", whose first is taken); "-": stdin.'
 
 
 def _debug(wanted: bool) -> bool:
@@ -150,7 +151,7 @@ PromptsFile = Annotated[
     _option(
         "--prompts-file",
         "-f",
-        help='A prompt per line, or JSON lines with "prompt" (or a list "turns", whose first is taken); "-": stdin.',
+        help=PROMPTS_HELP,
         metavar="FILE",
     ),
 ]

@@ -25,7 +25,7 @@ def train(
         str,
         _option(
             "--prompts",
-            'A prompt per line, or JSON lines with "prompt" (or a list "turns", whose first is taken); "-": stdin.',
+            options.PROMPTS_HELP,
             None,
             metavar="FILE",
         ),

@@ -18,7 +18,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .errors import EngineError, UnsupportedModelError
-from .packing import number_products
 
 if TYPE_CHECKING:
     from .model import RaggedModel
@@ -35,7 +34,6 @@ class CompiledForward:
     """
 
     def __init__(self, model: PreTrainedModel, one_shape: bool) -> None:
-        number_products(model)
         self._model, self._one_shape = model, one_shape
         self._forward = torch.compile(model.forward)
 

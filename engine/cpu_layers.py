@@ -27,7 +27,7 @@ _MAX_NORMED = 5120  # elements; from 9,000 on transformers' own norm takes less 
 def fuse_cpu_layers(model: nn.Module) -> int:
     """Fuse the decoder layers of a model whose linear layers are packed, in place; returns how many.
 
-    All stay as they are if the first cannot be fused, or gives something else then.
+    All stay as they are if one of them cannot be fused, or the first gives something else then.
     """
     return fuse(model, CpuLayerParts.of)
 

@@ -20,7 +20,7 @@ from .fused_layers import WatchedModules, fuse
 def fuse_gpu_layers(model: nn.Module) -> int:
     """Fuse the decoder layers of a model on a GPU whose attention is the ragged kernel, in place; returns how many.
 
-    All stay as they are if the first cannot be fused, or gives something else then.
+    All stay as they are if one of them cannot be fused, or the first gives something else then.
     """
     first = next(model.parameters(), None)
     return fuse(model, GpuLayerParts.of) if first is not None and uses_kernels(first) else 0

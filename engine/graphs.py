@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet, ref
 
 import torch
 
@@ -122,6 +122,13 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class Work(NamedTuple):
+    """What decides which work the forward passes of models are, beside their input; `live_models.work_of` finds it."""
+
+    marks: list[Any]
+    objects: list[Any]  # those whose ids are among the marks: an id may be another's when its object is gone
+
+
 class Graphs:
     """Does work eagerly the first time that its key is seen, captures it the second time, and replays it from then on.
 
@@ -149,7 +156,8 @@ class Graphs:
         self._captured: dict[Hashable, tuple[Capture, Any]] = {}  # the most recently used one last
         self._pool: Any = None
         self._told_full = self._told_short = False  # warnings that are given once: more than max_graphs; no memory
-        self._work: list[Hashable] = []  # see `follow`
+        self._marks: list[Any] = []  # of a `Work`, see `follow`
+        self._objects: list[ref[Any]] = []
         self.set_up = 0
         _all.add(self)
 
@@ -258,11 +266,11 @@ class Graphs:
             self._told_full = True
             logger.warning("more than %d CUDA graphs are wanted: those not used for longest are forgotten", self._max)
 
-    def follow(self, work: list[Hashable]) -> None:
-        """Forget all graphs if what decides which work they are (`live_models.work_of`) is not what it was at the last call."""
-        if work != self._work:
+    def follow(self, work: Work) -> None:
+        """Forget all graphs if this is not the work that it was at the last call."""
+        if work.marks != self._marks or any(known() is None for known in self._objects):
             self.clear()
-            self._work = work
+            self._marks, self._objects = work.marks, [ref(each) for each in work.objects]
 
     def clear(self) -> None:
         """Forget all graphs, as a buffer that they use moves."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .cache import RaggedCache
+from .cache import RaggedCache, slot_numbers
 
 
 class HiddenStates:
@@ -40,5 +40,4 @@ class HiddenStates:
 
     def gather(self, rows: slice | Tensor, positions: Tensor) -> Tensor:
         """[n, W, len(layers) * H] at positions [n, W] of these n slots; those below 0 count as 0."""
-        slots = torch.arange(rows.start, rows.stop, device=positions.device) if isinstance(rows, slice) else rows
-        return self.states[slots[:, None], positions.clamp(0, self.states.shape[1] - 1)]
+        return self.states[slot_numbers(rows, positions.device)[:, None], positions.clamp(0, self.states.shape[1] - 1)]

@@ -1,10 +1,12 @@
 """What others may do to a live model between two calls of its engine."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
 from .errors import EngineError
+from .graphs import Work
 from .model import RaggedModel
 from .support import compiled_part, compiled_reason
 
@@ -30,21 +32,26 @@ def make_ready(target: RaggedModel) -> None:
         model.eval()
 
 
-def work_of(models: Iterable[nn.Module]) -> list[Hashable]:
-    """What decides which work the models' forward passes are, beside their input: modules, parameters, hooks and adapters.
+def work_of(models: Iterable[nn.Module]) -> Work:
+    """That of these models: their modules, parameters, hooks and adapters.
 
-    Values of parameters do not, as a graph reads them where they lie; nor do transformers' own hooks, which its first calls add.
+    Values of parameters do not count, as a graph reads them where they lie; nor do transformers' own hooks, which its first calls add.
     """
-    found: list[Hashable] = []
+    marks: list[Any] = []
+    objects: list[Any] = []
     for module in (module for model in models for module in model.modules()):
-        found.append(id(module))
-        found += map(id, module._parameters.values())
         members = vars(module)
+        objects.append(module)
+        objects += (parameter for parameter in module._parameters.values() if parameter is not None)
         if "forward" in members:
-            found.append(id(members["forward"]))
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
-                found.append(id(hook))
+            marks.append(members["forward"])
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # by numbers that no other hook gets
+            marks += (
+                number
+                for number, hook in hooks.items()
+                if not str(getattr(hook, "__module__", "")).startswith("transformers.")
+            )
         if "_disable_adapters" in members:
-            found.append(repr([members.get(name) for name in _OF_ADAPTERS]))
-    return found
+            marks.append(repr([members.get(name) for name in _OF_ADAPTERS]))
+    marks += map(id, objects)
+    return Work(marks, objects)

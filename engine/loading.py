@@ -7,6 +7,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from . import parallel
+from .backend import check_kernels
 from .checkpoints import Checkpoint, check_checkpoint, locate, read_checkpoint, read_config, read_tokenizer
 from .config import EngineConfig, check_bool
 from .drafters import CascadeDrafter, Drafter, DraftModel, LayerSkipDrafter
@@ -78,7 +79,8 @@ def load(
             capture whole rounds instead.)
 
     Raises:
-        ValueError: for an argument out of its range, a damaged checkpoint, or a live draft model of another vocabulary.
+        ValueError: for an argument out of its range, a damaged checkpoint, a live draft model of another vocabulary, or an
+            ENGINE_KERNELS that cannot be had.
         FileNotFoundError: for a path that does not exist.
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache, or compiled (a ValueError).
         EngineError: if compiling fails.
@@ -95,6 +97,7 @@ def load(
     )
     dtype, num_ranks = _dtype(dtype, target), _num_ranks(tensor_parallel, target, device)
     device = _device(device, target)
+    check_kernels(device)
     if compile and (tensor_parallel or torch.device(device).type != "cpu"):
         raise ValueError(
             f"compile must be False with tensor_parallel and on an accelerator, got device={str(device)!r}"

@@ -194,13 +194,6 @@ torch.library.impl("speculative_engine::product", "cpu", _numbered_product)
 torch.library.register_fake("speculative_engine::product", _shape_of_product)
 
 
-def number_products(model: nn.Module) -> None:
-    """Before the model is compiled: in a graph, each packed product is one operator."""
-    for module in model.modules():
-        if isinstance(module, PackedLinear):
-            module.product.number()
-
-
 def pack_linears(model: nn.Module) -> int:
     """Replace the linear layers of a model on a CPU, in place; returns how many.
 

@@ -39,11 +39,11 @@ def read_lines(file: str) -> list[str]:
     """
     if file == "-":
         text = sys.stdin.read().removeprefix("\ufeff")
-    elif not file or Path(file).is_dir():
+    elif not file or Path(file).expanduser().is_dir():
         raise ValueError(f"prompts must be in a file, got {f'the folder {file}' if file else repr(file)}")
     else:
         try:
-            text = Path(file).read_bytes().decode("utf-8-sig")
+            text = Path(file).expanduser().read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} must be UTF-8 text: {error}") from error
     return [line.removesuffix("\r") for line in text.split("\n")]

@@ -72,6 +72,8 @@ def leave_row(
     if METHOD == "typical":
         heat = tl.zeros([], tl.float32)
         count = list_groups(memory, row, threshold, NUM_GROUPS)
+        if FILTERED:  # it takes the place of the search's list, which the deciding row would read
+            tl.store(as_int(row_at(memory, ROW_LISTED, row)), count)
         for start in range(0, count, BLOCKS):
             x = read_listed(target, batch, column, memory, row, start, count, BLOCKS)
             d = (tl.where(x >= threshold, x, float("-inf")) - best) * inverse_temperature

@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 runs the kernels on CPU tensors. float64 is always served by 
 """
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -146,12 +147,37 @@ def verify(
 
 
 def use_triton(tensor: Tensor, *others: Tensor | None) -> bool:
-    choice = os.environ.get("ENGINE_KERNELS", "")
-    if choice not in ("", "triton", "torch"):
-        raise ValueError(f"ENGINE_KERNELS must be 'triton' or 'torch', got {choice!r}")
+    choice = _choice()
     if any(each is not None and each.dtype == torch.float64 for each in (tensor, *others)):
         return False  # the kernels compute in float32
     return choice == "triton" or (choice == "" and tensor.is_cuda)
+
+
+def check_choice(device: torch.device) -> None:
+    """Whether what ENGINE_KERNELS says can be had for tensors on this device, where it can be told before any call.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    if _choice() != "triton":
+        return
+    if find_spec("triton") is None:
+        raise ValueError("ENGINE_KERNELS must be 'torch' or unset where Triton is not installed, got 'triton'")
+    from triton import knobs
+
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        raise ValueError(
+            f"ENGINE_KERNELS must be 'torch' or unset for tensors on {device} (or else TRITON_INTERPRET=1, for Triton's slow "
+            f"interpreter), got 'triton'"
+        )
+
+
+def _choice() -> str:
+    """What ENGINE_KERNELS says."""
+    choice = os.environ.get("ENGINE_KERNELS", "")
+    if choice not in ("", "triton", "torch"):
+        raise ValueError(f"ENGINE_KERNELS must be 'triton' or 'torch', got {choice!r}")
+    return choice
 
 
 def _check_logits(name: str, logits: Tensor, *shapes: str, device: torch.device | None = None) -> None:

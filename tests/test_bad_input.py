@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 from tiny_models import CONTEXT, VOCAB, greedy, tiny
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -158,6 +159,29 @@ def test_extreme_numbers_that_are_allowed(target: PreTrainedModel) -> None:
 def test_load(target: PreTrainedModel, option: str, value: Any, message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         engine.load(target, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("cuda", "ENGINE_KERNELS must be 'triton' or 'torch', got 'cuda'"),
+        ("triton", "ENGINE_KERNELS must be 'torch' or unset for tensors on cpu .*, got 'triton'"),
+    ],
+)
+def test_kernels_that_cannot_be_had(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, value: str, message: str
+) -> None:
+    monkeypatch.setenv("ENGINE_KERNELS", value)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match=message):
+        engine.load(target)
+
+
+def test_kernels_without_triton(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_KERNELS", "triton")
+    monkeypatch.setattr(ops, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="ENGINE_KERNELS must be 'torch' or unset where Triton is not installed"):
+        engine.load(target)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import engine
 from engine import compiled
 from engine.model import RaggedModel
-from engine.packing import PackedLinear, number_products, pack_linears
+from engine.packing import PackedLinear, pack_linears
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler on a CPU"
@@ -72,7 +72,6 @@ def test_packed_layers_and_hidden_states() -> None:
     if not pack_linears(model):
         pytest.skip("this processor has no layout for packed layers")
     pack_linears(other)
-    number_products(other)
     tokens, start, num_valid = torch.tensor([[5, 6, 7], [8, 9, 3]]), torch.tensor([4, 2]), torch.tensor([3, 2])
     found = []
     for compile in (False, True):
@@ -154,11 +153,8 @@ def test_a_copied_product_gets_a_number_of_its_own() -> None:
     model = tiny(dtype=torch.float32)
     if not pack_linears(model):
         pytest.skip("this processor has no layout for packed layers")
-    number_products(model)
     product = next(module for module in model.modules() if isinstance(module, PackedLinear)).product
     number, copied = product._number, copy.copy(product)
-    copied.number()
-    product.number()
     assert product._number == number != copied._number
 
 

@@ -40,6 +40,11 @@ class Silent:
 
 def made(kind: str, folder: Path) -> Any:
     """A drafter that always has as many drafts as it is asked for, if it has any."""
+    if kind == "eagle-3 of one state":
+        Head(layers=(7,), left_out=("embed_tokens.weight", "fc.weight")).repository(
+            folder, eagle_config={"use_aux_hidden_state": False}
+        )
+        return engine.EagleDrafter.from_pretrained(folder, min_reach=0.0)
     if kind.startswith("eagle"):
         Head(eagle=int(kind[-1])).repository(folder)
         return engine.EagleDrafter.from_pretrained(folder, min_reach=0.0)
@@ -57,6 +62,7 @@ PASSES = {
     "cascade": lambda n: n,
     "eagle-1": lambda n: 2 * n,
     "eagle-3": lambda n: 2 * n + 1,
+    "eagle-3 of one state": lambda n: 2 * n,
     "medusa": lambda n: 1,
 }
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import engine
+from engine.drafters.base import stages_of
 from engine.drafters.eagle_model import EagleModel
 
 
@@ -71,11 +72,13 @@ class ForwardClock:
 
 def _networks(drafter: Any) -> Iterator[nn.Module]:
     """What a drafter, or each stage of a cascade, calls; nothing for lookups, and for layers of the target."""
-    for stage in (drafter, *getattr(drafter, "stages", ())):
+    for stage in stages_of(drafter):
         model = getattr(stage, "model", None)
         if isinstance(model, nn.Module):
             yield model
         if isinstance(model, PreTrainedModel):
             yield model.base_model  # called without the head for what was missed
         if isinstance(model, EagleModel):  # outside of its forward
-            yield from (model.fc, model.get_output_embeddings())
+            yield model.get_output_embeddings()
+            if hasattr(model, "fc"):  # not where it reads one hidden state as it is
+                yield model.fc

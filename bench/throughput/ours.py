@@ -57,7 +57,6 @@ class Ours(Method):
         seed: int = 0,
     ) -> None:
         self.drafter, self.num_draft_tokens = drafter, num_draft_tokens
-        self._num_draft_tokens = num_draft_tokens
         self.verification, self.drafts = verification, drafts
         self.synthetic = drafter is not None and drafter.startswith("synthetic:")
         self._settings: dict[str, Any] = {"exact": exact, **(load_options or {})}
@@ -82,7 +81,7 @@ class Ours(Method):
         self._llm = engine.load(
             bed.target,
             drafter=self._drafter,
-            num_draft_tokens=self._num_draft_tokens,
+            num_draft_tokens=self.num_draft_tokens,
             verification=self.verification,
             max_batch_size=contest.batch_size,
             tokenizer=bed.tokenizer,

@@ -36,6 +36,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         FileNotFoundError: if there is no such file.
         ValueError: naming the file and the line that breaks the format, or if there is no prompt.
     """
+    path = path.expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"prompts must be an existing file, got {path}")
     lines = enumerate(read_lines(str(path)))

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from bench.out_file import write_whole
 from engine.training.files import lock
 
 RUN, RECORDS, LOCK = "run.json", "records.jsonl", "lock"
@@ -75,7 +76,7 @@ class Records:
     def save_run(self, **changes: Any) -> None:
         """Write `run.json`, whole or not at all."""
         self.run |= changes
-        _replace(self.folder / RUN, json.dumps(self.run, indent=1) + "\n")
+        write_whole(self.folder / RUN, json.dumps(self.run, indent=1) + "\n")
 
     def finish(self, label: str, contest: dict[str, Any]) -> None:
         """A contest is measured, as long as all the records are there that it has now; under a label that needs no model."""
@@ -120,7 +121,7 @@ class Records:
         return sum(record["contest"] == contest for record in self.records)
 
     def _rewrite(self) -> None:
-        _replace(self.folder / RECORDS, _lines(self.records))
+        write_whole(self.folder / RECORDS, _lines(self.records))
 
 
 def unit_of(record: dict[str, Any]) -> dict[str, Any]:
@@ -191,9 +192,3 @@ def _refuse_others(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
 
 def _lines(records: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -42,8 +42,13 @@ def describe(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
             found["versions"][package] = None
     found["code"] = code_digest(*CODE)
     texts = digest(*(json.dumps(asdict(prompt)) for prompt in prompts))
-    sources = {"target": options.target} | {f"drafter {Path(name).name}": name for name in options.draft_checkpoints}
-    models = {role: _files(name) for role, name in sources.items() if name and Path(name).expanduser().exists()}
+    sources = {"target": [options.target]}
+    for name in options.draft_checkpoints:  # in different folders two may have the same name
+        sources.setdefault(f"drafter {Path(name).name}", []).append(name)
+    there = {
+        role: [name for name in names if name and Path(name).expanduser().exists()] for role, names in sources.items()
+    }
+    models = {role: " ".join(map(_files, names)) for role, names in there.items() if names}
     chosen = options.as_dict()
     chosen["target"] = chosen["target"] or Path(find_model()).name
     about = {"options": chosen, "prompts": f"{len(prompts)} prompts, {texts}", "environment": found}

@@ -13,8 +13,9 @@ class Drafter(Protocol):
 
     The three methods below are all that a drafter must have. The engine also uses these, where a drafter has them:
 
-    - `attach(target: RaggedModel)`: called once, before all else. The place to ask for hidden states of the target
-      (`target.keep_hidden_states`). A drafter that has it serves the engine that it was attached to last.
+    - `attach(target: RaggedModel)`: called once for each engine that is made with the drafter, before all else. The place to ask
+      for hidden states of the target (`target.keep_hidden_states`). A drafter that has it serves the engine that it was attached to
+      last, whose target the engine notes as its attribute `attached_to`.
     - `keeps_rows = True`: it has no `attach`, but keeps something for each row, and so serves one engine likewise, the last one
       that was made with it.
     - `restore()`, beside `attach`: called before each generation, to undo what an interrupted one has left in the target.

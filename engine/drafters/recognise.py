@@ -48,7 +48,7 @@ def recognise(location: str | Path) -> Drafter | None:
 
 
 def _from_folder(folder: Path, config: dict[str, Any]) -> Drafter | None:
-    kind = _kind(config, () if _kind(config) else _names(folder, config))
+    kind = _kind(config) or _kind(config, _names(folder, config))
     return None if kind is None else kind.from_files(read_head(folder))
 
 

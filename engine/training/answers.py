@@ -84,7 +84,7 @@ def answer_prompts(
         for begin in range(len(done), len(prompts), size):
             group = range(begin, min(begin + size, len(prompts)))
             # Rows of like length together: attention reads as far as the longest of a batch.
-            order = sorted(group, key=lambda i: len(str(prompts[i])))
+            order = sorted(group, key=lambda i: len(prompts[i]))
             outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order], progress=True)
             found = {i: Answer(out.prompt_token_ids, out.token_ids) for i, out in zip(order, outputs, strict=True)}
             new = [found[i] for i in group]
