@@ -11,7 +11,6 @@ from itertools import repeat
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -113,17 +112,6 @@ def argmax(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return values.argmax(dim=-1)
     return torch.from_numpy(np.asarray(values.detach().numpy().argmax(axis=-1)))
-
-
-def largest(logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.floating[Any]]]:
-    """The first place of the largest logit of each row on a CPU, and that logit, or of NaN if there is one: [..., V] -> [...] each."""
-    found = []
-    for (rows,) in chunks(logits.shape[-1], logits.detach().flatten(0, -2)):
-        numbers = computed(rows).numpy()
-        place = numbers.argmax(axis=-1)
-        found.append((place, numbers[np.arange(len(place)), place]))
-    places, values = (np.concatenate(parts).reshape(logits.shape[:-1]) for parts in zip(*found, strict=True))
-    return places, values
 
 
 def finite(values: Tensor) -> Tensor:

@@ -16,14 +16,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from . import philox
 from .draw import draw, draw_by_token
-from .numerics import bounds, chunks, finite, largest, places, resize, take, those
+from .numerics import argmax, bounds, chunks, computed, finite, places, resize, take, those
 from .records import Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, residual
 from .rows import Rows, Temperatures, unpacked
@@ -205,17 +204,17 @@ def _narrow_stats(stats: RowStats) -> RowStats:
 
 
 def _greedy_verdict(target: Tensor, draft_tokens: Tensor) -> Verdict | None:
-    """The verdict where all rows are greedy: the argmaxes alone decide. None if a row may be no distribution.
-
-    In numpy, as that all are greedy is known on a CPU only, where its small operations take a tenth of torch's time.
-    """
-    likeliest, peaks = largest(target)
-    if not np.isfinite(peaks).all():
+    """The verdict where all rows are greedy: the argmaxes alone decide. None if a row may be no distribution."""
+    parts = [argmax(computed(rows)) for (rows,) in chunks(target.shape[-1], target.flatten(0, 1))]
+    likeliest = torch.cat(parts).view(target.shape[:2])
+    low, high = bounds(target.gather(-1, likeliest[..., None]))
+    if not -torch.inf < low <= high < torch.inf:
         return None
-    stands = np.logical_and.accumulate(draft_tokens.numpy() == likeliest[:, :-1], axis=1)
-    likeliest[:, 1:][~stands] = -1  # accepted drafts are the argmaxes, and so is the next token
-    num_accepted = torch.from_numpy(stands.sum(axis=1))
-    return Verdict(torch.from_numpy(likeliest), num_accepted, torch.zeros_like(num_accepted))
+    stands = (draft_tokens == likeliest[:, :-1]).long().cumprod(dim=1)
+    # Accepted drafts are the argmaxes, and so is the next token.
+    tokens = torch.cat([likeliest[:, :1], likeliest[:, 1:].where(stands > 0, -1)], dim=1)
+    num_accepted = stands.sum(dim=1)
+    return Verdict(tokens, num_accepted, torch.zeros_like(num_accepted))
 
 
 def _next_weights(

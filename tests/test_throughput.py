@@ -51,6 +51,7 @@ LOOKUP = "transformers lookup K=5"
         (["-n", "4", "0"], "max_new_tokens must be >= 1, got 0"),
         (["-T", "-0.5"], "temperatures must be finite numbers >= 0, got -0.5"),
         (["-T", "nan"], "temperatures must be finite numbers >= 0, got nan"),
+        (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
         (["--repeats", "0"], "repeats must be >= 1, got 0"),
         (["--seed", "-1"], "seed must be in [0, 2**32), got -1"),
         (["--max-prompt-tokens", "1"], "max_prompt_tokens must be >= 2, got 1"),

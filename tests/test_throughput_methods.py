@@ -207,6 +207,17 @@ def test_greedy_drafts_are_asked_of_every_stage(target: str, draft: str, tmp_pat
             assert stage.greedy is (drafts == "greedy"), drafter
 
 
+def test_top_p_is_that_of_all_methods(bench: Callable[..., Path]) -> None:
+    """Where it leaves the likeliest token alone, the texts are those of greedy decoding."""
+    texts = []
+    for words in (("-T", "0"), ("-T", "0.8", "--top-p", "1e-6", "--restart")):
+        folder = bench(*words, "--max-turns", "1", "-k", "2", baselines="plain lookup", tokens="6")
+        found = read_records(folder)
+        texts.append({(record["question_id"], record["method"]): record["token_ids"] for record in found})
+    assert texts[0] == texts[1] and len(texts[0]) > 4
+    assert "temperature 0.8, top-p 1e-06" in (folder / "table.md").read_text(encoding="utf-8")
+
+
 def test_more_prompts_than_a_batch_in_a_call(bench: Callable[..., Path]) -> None:
     """transformers takes batch after batch, and the texts are those of single prompts."""
     texts = []

@@ -22,6 +22,7 @@ def _continue(model: Any, ids: list[int], max_new_tokens: int, stop: set[int]) -
 class _Sampling:
     gamma: int = 4
     temperature: float = 1.0
+    top_p: float = 1.0
     seed: int | None = None
 
 
@@ -130,7 +131,7 @@ def modules() -> dict[str, ModuleType]:
     parts = _module(TargetModel=_TargetModel, HuggingFaceDrafter=_Drafter, NgramDrafter=_NGram)
     economize = _module(
         DecodeConfig=_Decode,
-        TopPSampler=lambda temperature, seed: SimpleNamespace(temperature=temperature, seed=seed),
+        TopPSampler=lambda temperature, top_p, seed: SimpleNamespace(temperature=temperature, top_p=top_p, seed=seed),
         apply=lambda base, technique, decoding: _Model(base, technique, decoding),
     )
     return {

@@ -102,6 +102,9 @@ def parser() -> argparse.ArgumentParser:
         help="prompts for so many batches in each call: ours fills free slots, others take batch after batch",
     )  # fmt: skip
     work.add_argument("--temperatures", "-T", nargs="+", type=float, metavar="T", help="0 is greedy")
+    work.add_argument(
+        "--top-p", type=float, metavar="P", help="of sampled answers, drafts included; default: 1, which is off"
+    )
     work.add_argument("--max-new-tokens", "-n", nargs="+", type=int, metavar="N")
     work.add_argument("--ignore-eos", action="store_true", help="all answers get --max-new-tokens tokens")
     work.add_argument("--repeats", type=int, metavar="N", help="so many times each prompt")

@@ -66,12 +66,12 @@ class Transformers(Method):
 
     def prepare(self, bed: Bed, contest: Contest) -> None:
         self._model: PreTrainedModel | None = bed.stock_copy()
-        self._bed, self._temperature, self._batch_size = bed, contest.temperature, contest.batch_size
+        self._bed, self._contest, self._batch_size = bed, contest, contest.batch_size
 
     def _sampling(self) -> dict[str, Any]:
-        if self._temperature == 0:
+        if self._contest.temperature == 0:
             return {"do_sample": False}
-        return {"do_sample": True, "temperature": self._temperature, "top_k": 0, "top_p": 1.0}
+        return {"do_sample": True, "temperature": self._contest.temperature, "top_k": 0, "top_p": self._contest.top_p}
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         """Batch after batch."""

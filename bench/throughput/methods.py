@@ -25,6 +25,7 @@ class Contest:
     temperature: float
     max_new_tokens: int
     batches_per_call: int = 1
+    top_p: float = 1.0  # of the sampled ones
 
     @property
     def prompts_per_call(self) -> int:
@@ -33,6 +34,8 @@ class Contest:
     @property
     def label(self) -> str:
         rule = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        if self.temperature and self.top_p < 1:
+            rule += f", top-p {self.top_p:g}"
         size = f"batch {self.batch_size}"
         if self.batches_per_call > 1:
             size += f" of {self.prompts_per_call} prompts a call"

@@ -53,6 +53,7 @@ class Options:
     batch_sizes: tuple[int, ...] = (1,)
     batches_per_call: int = 1
     temperatures: tuple[float, ...] = (0.0,)
+    top_p: float = 1.0
     max_new_tokens: tuple[int, ...] = (128,)
     dtypes: tuple[str, ...] = ("auto",)
     device: str = "auto"
@@ -88,6 +89,8 @@ class Options:
         for temperature in self.temperatures:
             if not math.isfinite(temperature) or temperature < 0:
                 raise ValueError(f"temperatures must be finite numbers >= 0, got {temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         for name, allowed in (("verification", VERIFICATION_METHODS), ("drafts", DRAFTS), ("baselines", BASELINES)):
             for value in getattr(self, name):
                 if value not in allowed:

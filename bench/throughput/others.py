@@ -46,7 +46,7 @@ class FlashSpec(Method):
         arms: dict[str, Any] = {}
         if self.num_draft_tokens is not None:
             arms = dict(drafter_strategy="bandit", bandit=flashspec.BanditConfig(n_arms=1))
-        sampling: dict[str, Any] = dict(temperature=contest.temperature)
+        sampling: dict[str, Any] = dict(temperature=contest.temperature, top_p=contest.top_p)
         if self.num_draft_tokens is not None:
             sampling["gamma"] = self.num_draft_tokens
         config = flashspec.FlashSpecConfig(device=str(device), sampling=flashspec.SamplingConfig(**sampling), **arms)
@@ -95,7 +95,7 @@ class Economize(Method):
         )
         self._base = bed.stock_copy()
         self._model: Any = economize.apply(self._base, technique, decoding=self._decoding)
-        self._sampler, self._temperature = economize.TopPSampler, contest.temperature
+        self._sampler, self._contest = economize.TopPSampler, contest
         self._eos, self._device, self._batch_size = set(bed.eos_token_ids), bed.device, contest.batch_size
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
@@ -106,7 +106,9 @@ class Economize(Method):
 
     def _batch(self, prompts: list[list[int]], seed: int, max_new_tokens: int) -> Call:
         tensors = [torch.tensor(ids, device=self._device) for ids in prompts]
-        more = {"selector": self._sampler(temperature=self._temperature, seed=seed)} if self._temperature else {}
+        more = {}
+        if self._contest.temperature:
+            more["selector"] = self._sampler(self._contest.temperature, self._contest.top_p, seed)
         first = FirstLogits(self._base)
         results = self._model.decode_batch(tensors, max_new_tokens, stop=self._eos or None, **more)
         return Call([_row(result) for result in results], first.seconds, len(results))

@@ -103,7 +103,9 @@ class Ours(Method):
 
     def _params(self, **more: Any) -> engine.SamplingParams:
         """Without the repetition penalty that a checkpoint may ask for, as everybody else gets it, see `Bed.stock_copy`."""
-        return engine.SamplingParams(self._contest.temperature, repetition_penalty=1.0, **more)
+        return engine.SamplingParams(
+            self._contest.temperature, top_p=self._contest.top_p, repetition_penalty=1.0, **more
+        )
 
     def _make_drafter(self, bed: Bed) -> Any:
         if self.drafter is not None and self.synthetic:

@@ -13,7 +13,7 @@ from bench.throughput.ours import Ours
 def contests(options: Options, dtype: str) -> list[Contest]:
     """All combinations of batch size, temperature and length in one dtype."""
     return [
-        Contest(dtype, batch, temperature, length, options.batches_per_call)
+        Contest(dtype, batch, temperature, length, options.batches_per_call, options.top_p)
         for temperature, length, batch in itertools.product(
             options.temperatures, options.max_new_tokens, options.batch_sizes
         )
