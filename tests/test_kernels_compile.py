@@ -52,7 +52,7 @@ def assert_good(records: list[dict[str, Any]]) -> None:
 
 
 def test_a_sample_of_every_kernel_dtype_and_target(tmp_path: Path) -> None:
-    """Everything in bf16 for one target; for the other targets and dtypes what has no filters and is not packed."""
+    """Everything in bf16 for one target; for the other targets and dtypes some of what has no filters and is not packed."""
     records = compiled(tmp_path, "cuda:90", "--dtype", "bfloat16")
     records += compiled(tmp_path, "cuda:90", "--dtype", "float32", "float16", "--brief")
     records += compiled(tmp_path, "cuda:80", "cuda:100", "hip:gfx942", "--dtype", "bfloat16", "--brief")

@@ -48,7 +48,7 @@ def test_every_file_and_heading_that_is_linked_exists() -> None:
         ('`"ngram"`', 1, "ours ngram K=auto"),
         ('`"suffix"`', 1, "ours suffix K=auto"),
         ("the packaged EAGLE-3 head", 0, f"ours {HEAD} K=auto"),
-        (f'`"ngram+{HEAD}"`, the command line\'s default for this target', 0, f"ours ngram+{HEAD} K=auto"),
+        (f'`"ngram+{HEAD}"`, the command line\'s default without `--target`', 0, f"ours ngram+{HEAD} K=auto"),
     ],
 )
 def test_drafters(label: str, number: int, method: str) -> None:
