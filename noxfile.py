@@ -36,7 +36,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the test suite; `-- -m slow` runs the whole of the matrices that are sampled by default.
+    """Run the test suite; `-- -m slow` runs the rest of the matrices that are sampled by default.
 
     In a process for each core, but not many, as each takes up to 2 GB; `-- -n 0` for one.
     """

@@ -88,51 +88,53 @@ class Match:
         Raises:
             ValueError: if our plain decoding refuses an option, or no method can take part.
         """
-        longest = max((g for g in self.groups if g.turn == 0), key=lambda g: max(map(len, self._prompts(g, 0))))
-        prompts, seeds = self._prompts(longest, 0), self._seeds(longest, 0)
         left_out: dict[str, list[str]] = {}
 
-        def leave_out(method: Method, reason: str) -> None:
-            if self.records.skip(self.contest.label, method.name, reason):
-                left_out.setdefault(reason, []).append(method.name)
-
-        def works(method: Method, step: Callable[[], None]) -> bool:
+        def works(method: Method, step: Callable[[], str | None]) -> bool:
+            """Whether a step towards taking part succeeds, and gives no reason against it."""
             try:
-                step()
+                reason = step()
             except Exception as error:  # a contender that fails is a result too
                 method.close()
                 if method.name == OUR_PLAIN and isinstance(error, ValueError):
                     raise  # of ours, which refuses an option
-                leave_out(method, f"{type(error).__name__}: {error}".splitlines()[0][:300])
-                return False
-            return True
+                reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            if reason is not None and self.records.skip(self.contest.label, method.name, reason):
+                left_out.setdefault(reason, []).append(method.name)
+            return reason is None
 
-        def warm_up(method: Method) -> None:
-            nonlocal plain_texts
-            if isinstance(method, Ours):
-                method.plain_texts = plain_texts
-            if method.full_warmup:
-                for texts in self._calls_of_all_shapes(prompts):
-                    method.generate(texts, [self.options.seed] * len(texts), self.contest.max_new_tokens)
-                return
-            call = method.generate(prompts, seeds, min(WARMUP_TOKENS, self.contest.max_new_tokens))
-            if method.name == OUR_PLAIN:
-                plain_texts = [row.token_ids for row in call.rows]
-
+        loaded = [m for m in plan.methods(self.options, self.contest) if works(m, partial(self._load, m))]
+        longest = max((g for g in self.groups if g.turn == 0), key=lambda g: max(map(len, self._prompts(g, 0))))
+        given = self._prompts(longest, 0), self._seeds(longest, 0)
         plain_texts: list[list[int]] = []
-        loaded: list[Method] = []
-        for method in plan.methods(self.options, self.contest):
-            if (reason := method.unavailable(self.contest, self.bed.device.type)) is not None:
-                leave_out(method, reason)
-            elif works(method, partial(method.prepare, self.bed, self.contest)):
-                loaded.append(method)
-        ready = [method for method in loaded if works(method, partial(warm_up, method))]
+        ready = [m for m in loaded if works(m, partial(self._warm_up, m, *given, plain_texts))]
         for reason, names in left_out.items():
             say(f"left out: {', '.join(names)}: {reason}")
         if not ready:
             raise ValueError(f"no method could run ({self.contest.label}); the reasons are above")
         self.records.take_part(self.contest.label, [method.name for method in ready])
         return ready
+
+    def _load(self, method: Method) -> str | None:
+        """Load what a method needs, unless there is a reason not to, which is returned."""
+        reason = method.unavailable(self.contest, self.bed.device.type)
+        if reason is None:
+            method.prepare(self.bed, self.contest)
+        return reason
+
+    def _warm_up(
+        self, method: Method, prompts: list[list[int]], seeds: list[int], plain_texts: list[list[int]]
+    ) -> None:
+        """Continue these prompts once, or do all that has to be done once. Our plain decoding, which comes first, leaves its texts."""
+        if isinstance(method, Ours):
+            method.plain_texts = list(plain_texts)
+        if method.full_warmup:
+            for texts in self._calls_of_all_shapes(prompts):
+                method.generate(texts, [self.options.seed] * len(texts), self.contest.max_new_tokens)
+            return
+        call = method.generate(prompts, seeds, min(WARMUP_TOKENS, self.contest.max_new_tokens))
+        if method.name == OUR_PLAIN:
+            plain_texts[:] = [row.token_ids for row in call.rows]
 
     def _calls_of_all_shapes(self, prompts: list[list[int]]) -> list[list[list[int]]]:
         """The longest first turns in calls of all sizes, as the last one may have fewer rows. Of later turns nobody knows yet how

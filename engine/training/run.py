@@ -62,23 +62,16 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     """
     out = Path(out).expanduser()
     _check_prompts(prompts)
-    shared = [field.name for field in fields(options) if field.metadata.get("part_of_settings", True)]
-    settings = settings_of({name: getattr(options, name) for name in shared}, prompts)
-    for role, name in (("target", options.target), ("start_from", options.start_from)):
-        if name is not None and (path := find_head(name) or Path(name).expanduser()).exists():
-            settings[f"{role}_sha256"] = checkpoint_digest(path)
+    settings = _settings(options, prompts)
     check_out(out, settings)
-    start = None
-    if options.start_from is not None:
-        start = _head_to_start_from(options)
-        options = replace(options, layers=start.layers or options.layers)
+    start = None if options.start_from is None else _head_to_start_from(options)
     llm = load(
         options.target, None, exact=False, max_batch_size=options.batch_size, dtype=options.dtype, device=options.device
     )
     target, tokenizer = llm.target_model, llm.tokenizer
     num_layers: int = target.config.get_text_config().num_hidden_layers
-    if options.method == "eagle3" and not options.layers:
-        options = replace(options, layers=layers_to_read(num_layers) if start is None else usual_layers(num_layers))
+    if options.method == "eagle3":
+        options = replace(options, layers=_layers_of_head(options, start, num_layers))
     layers = _layers(target, options)
     if start is not None:
         check_start(start.model, options.layers, target)
@@ -110,6 +103,16 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         with replacing(out / "README.md") as partial:
             partial.write_text(card(options, parts, log, num_layers), encoding="utf-8")
     return out
+
+
+def _settings(options: TrainingOptions, prompts: Sequence[Any]) -> dict[str, Any]:
+    """What must be the same when a run is taken up again."""
+    shared = [field.name for field in fields(options) if field.metadata.get("part_of_settings", True)]
+    settings = settings_of({name: getattr(options, name) for name in shared}, prompts)
+    for role, name in (("target", options.target), ("start_from", options.start_from)):
+        if name is not None and (path := find_head(name) or Path(name).expanduser()).exists():
+            settings[f"{role}_sha256"] = checkpoint_digest(path)
+    return settings
 
 
 def _schedule(options: TrainingOptions) -> Schedule:
@@ -208,6 +211,13 @@ def _layers(target: PreTrainedModel, options: TrainingOptions) -> tuple[int, ...
     if max(layers) > count:
         raise ValueError(f"layers must be in [0, {count}], as the target has {count} layers, got {list(layers)}")
     return layers if layers[-1] == count else (*layers, count)
+
+
+def _layers_of_head(options: TrainingOptions, start: EagleDrafter | None, count: int) -> tuple[int, ...]:
+    """Those of a target of so many that an EAGLE-3 head is to read: the first head's, those that were asked for, or the usual ones."""
+    if start is None:
+        return options.layers or layers_to_read(count)
+    return start.layers or options.layers or usual_layers(count)
 
 
 def layers_to_read(count: int) -> tuple[int, ...]:
