@@ -32,7 +32,8 @@ _MOST_ROUNDING = 0.02  # of a result, in norm
 def fuse(model: nn.Module, parts_of: Callable[[Any], Any]) -> int:
     """Fuse the decoder layers of a model with the parts that a function finds in each, in place; returns how many.
 
-    All stay as they are if one of them cannot be fused, or the first gives something else then. Those that were fused before get these parts.
+    All stay as they are if one of them cannot be fused, or the first gives something else then. Those that were fused before get
+    these parts.
     """
     layers: list[Any] = [module for module in model.modules() if _own_class(module).__name__ in _LIKE_LLAMA]
     try:

@@ -41,8 +41,9 @@ def work_of(models: Iterable[nn.Module]) -> Work:
     objects: list[Any] = []
     for module in (module for model in models for module in model.modules()):
         members = vars(module)
-        objects.append(module)
-        objects += (parameter for parameter in module._parameters.values() if parameter is not None)
+        own = [module, *(parameter for parameter in module._parameters.values() if parameter is not None)]
+        objects += own
+        marks += map(id, own)
         if "forward" in members:
             marks.append(members["forward"])
         for hooks in (module._forward_pre_hooks, module._forward_hooks):  # by numbers that no other hook gets
@@ -53,5 +54,4 @@ def work_of(models: Iterable[nn.Module]) -> Work:
             )
         if "_disable_adapters" in members:
             marks.append(repr([members.get(name) for name in _OF_ADAPTERS]))
-    marks += map(id, objects)
     return Work(marks, objects)

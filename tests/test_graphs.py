@@ -361,6 +361,19 @@ def test_a_hook_in_the_place_of_another_is_seen() -> None:
     assert len(graphs) == 0
 
 
+def test_a_forward_that_moves_to_another_module_is_seen() -> None:
+    model, graphs = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), Graphs(lambda pool: Replay())
+    model[0].forward = forward = lambda given: -given
+    for _ in range(2):
+        graphs.follow(work_of([model]))
+        graphs.run("key", lambda: None)
+    assert len(graphs) == 1
+    del model[0].forward
+    model[1].forward = forward
+    graphs.follow(work_of([model]))
+    assert len(graphs) == 0
+
+
 def test_what_has_the_id_of_something_that_is_gone_is_another() -> None:
     graphs, first, second = Graphs(lambda pool: Replay()), torch.ones(1), torch.ones(1)
     for _ in range(2):
