@@ -294,14 +294,21 @@ def _stream_one(llm: "Engine", item: Any, params: "SamplingParams") -> None:
 
 
 def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int, as_json: bool) -> None:
-    """Show the prompts' outputs in order, group by group; those that are whole even when a later one fails."""
+    """Show the prompts' outputs in order, group by group. A prompt that fails leaves the others as they are; if anything else fails,
+    those are shown that have ended.
+
+    Raises:
+        EngineError: at the end, if the target returned no distribution for some prompts.
+    """
+    failed: list[str] = []
     for start in range(0, len(items), group):
         outputs: Sequence[Output | None]
         failure: BaseException | None = None
         try:
             outputs = llm.generate(items[start : start + group], params, progress=len(items) > 1)
         except InvalidLogitsError as error:
-            outputs, failure = error.outputs, EngineError(_renumbered(str(error), start))
+            outputs = error.outputs
+            failed += [_renumbered(message, start) for message in error.errors.values()]
         except BaseException as error:  # Ctrl-C, too
             outputs, failure = getattr(error, "outputs", ()), error
         for index, output in enumerate(outputs, start):
@@ -309,6 +316,8 @@ def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int
                 _show(index, output, as_json)
         if failure is not None:
             raise failure
+    if failed:
+        raise EngineError("; ".join(failed))
 
 
 def _renumbered(message: str, start: int) -> str:

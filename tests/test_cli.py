@@ -225,7 +225,8 @@ def test_outputs_before_a_failure_are_shown(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def generate(self: FakeEngine, prompts: Any, params: Any, progress: bool) -> Any:
-        raise InvalidLogitsError("NaN for prompts[1]", [self.output("a"), None, self.output("c")])
+        error = "NaN for prompts[1]"
+        raise InvalidLogitsError(error, [self.output("a"), None, self.output("c")], {1: error})
 
     monkeypatch.setattr(FakeEngine, "generate", generate)
     assert cli.main(["generate", "-t", "model", "--json", "a", "b", "c"]) == 1
@@ -234,20 +235,22 @@ def test_outputs_before_a_failure_are_shown(
     assert captured.err == "error: NaN for prompts[1]\n"
 
 
-def test_a_failure_is_numbered_among_all_prompts(
+def test_failures_are_numbered_among_all_prompts_and_harm_no_others(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def generate(self: FakeEngine, prompts: Any, params: Any, progress: bool) -> Any:
-        if "p5" in prompts:
-            raise InvalidLogitsError(f"NaN for prompts[{prompts.index('p5')}]", [None] * len(prompts))
-        return [self.output(prompt) for prompt in prompts]
+        outputs = [None if prompt in ("p1", "p5") else self.output(prompt) for prompt in prompts]
+        errors = {i: f"NaN for prompts[{i}]" for i, output in enumerate(outputs) if output is None}
+        if errors:
+            raise InvalidLogitsError("some error", outputs, errors)
+        return outputs
 
     monkeypatch.setattr(FakeEngine, "generate", generate)
-    prompts = [f"p{number}" for number in range(8)]
+    prompts = [f"p{number}" for number in range(10)]
     assert cli.main(["generate", "-t", "model", "--json", "--max-batch-size", "1", *prompts]) == 1
     captured = capsys.readouterr()
-    assert [record["index"] for record in json_lines(captured.out)] == [0, 1, 2, 3]
-    assert captured.err == "error: NaN for prompts[5]\n"
+    assert [record["index"] for record in json_lines(captured.out)] == [0, 2, 3, 4, 6, 7, 8, 9]
+    assert captured.err == "error: NaN for prompts[1]; NaN for prompts[5]\n"
 
 
 def test_a_bad_prompt_is_found_before_any_is_answered(

@@ -126,6 +126,39 @@ def test_prompts_are_answered_in_the_same_groups_after_an_interruption(tmp_path:
     assert asked == before[1:] and file.read_bytes() == b"".join(lines)
 
 
+def test_prompts_without_an_answer_are_left_out(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    up_to_the_training: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The target returned NaN for them: the others are answered and learned from all the same."""
+    generate, failing = engine.Engine.generate, {2, 3, len(PROMPTS) - 1}
+
+    def with_failures(self: engine.Engine, prompts: Any, *given: Any, **named: Any) -> Any:
+        outputs: list[Any] = generate(self, prompts, *given, **named)
+        bad = [index for index, prompt in enumerate(prompts) if prompt in [ids[i] for i in failing]]
+        for index in bad:
+            outputs[index] = None
+        if bad:
+            raise engine.InvalidLogitsError("NaN", outputs, dict.fromkeys(bad, "NaN"))
+        return outputs
+
+    ids: list[list[int]] = []
+    encoded = run._encoded
+    monkeypatch.setattr(run, "_encoded", lambda *given: ids.extend(encoded(*given)) or ids)
+    monkeypatch.setattr(engine.Engine, "generate", with_failures)
+    _, texts, validation, *_ = up_to_the_training(PROMPTS, tmp_path, options(target, validation_share=0.25))
+    assert [sum(map(len, part)) for part in (texts, validation)] == [16, 5]
+    found = read_answers(tmp_path / "work" / "answers.jsonl")
+    assert {i for i, answer in enumerate(found) if not answer.token_ids} == failing
+    assert [f"prompts[{i}] is left out" in caplog.text for i in (1, 2, 3, 23)] == [False, True, True, True]
+    failing |= set(range(24))
+    with pytest.raises(engine.EngineError, match="no distribution for any prompt of training"):
+        train_drafter(PROMPTS, tmp_path / "none", options(target))
+
+
 def test_prompts_that_are_held_back_and_learned_from(
     target: Path, tmp_path: Path, up_to_the_training: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

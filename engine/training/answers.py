@@ -1,6 +1,7 @@
 """The target answers the prompts: the texts that a drafter learns from."""
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,11 @@ from tqdm import tqdm
 
 from ..config import SamplingParams
 from ..engine import Engine
+from ..errors import InvalidLogitsError
+from ..output import Output
 from .files import no_room
 
+logger = logging.getLogger(__name__)
 _BATCHES_PER_GROUP = 8
 
 
@@ -19,7 +23,7 @@ class Answer(NamedTuple):
     """A line of an answers file."""
 
     prompt_token_ids: list[int]
-    token_ids: list[int]
+    token_ids: list[int]  # none where the target could not answer
 
 
 def read_answers(file: Path) -> list[Answer]:
@@ -49,6 +53,8 @@ def answer_prompts(
     max_length: int | None = None,
 ) -> list[Answer]:
     """Have all prompts answered, appending to `file`; what is in there already is kept and not done again.
+
+    Where the target's logits are no distribution, the answer is empty, and a warning says so.
 
     Prompts are answered in groups that do not depend on interruptions (rounding may depend on who shares a batch): the
     rest of a group of which not all was written is done again.
@@ -85,8 +91,17 @@ def answer_prompts(
             group = range(begin, min(begin + size, len(prompts)))
             # Rows of like length together: attention reads as far as the longest of a batch.
             order = sorted(group, key=lambda i: len(prompts[i]))
-            outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order], progress=True)
-            found = {i: Answer(out.prompt_token_ids, out.token_ids) for i, out in zip(order, outputs, strict=True)}
+            outputs: Sequence[Output | None]
+            try:
+                outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order], progress=True)
+            except InvalidLogitsError as error:  # the others are answered all the same
+                outputs = error.outputs
+                for index in error.errors:
+                    logger.warning("prompts[%d] is left out: the target's logits are no distribution", order[index])
+            found = {
+                i: Answer(prompts[i], [] if out is None else out.token_ids)
+                for i, out in zip(order, outputs, strict=True)
+            }
             new = [found[i] for i in group]
             with no_room(file), file.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps(answer._asdict()) + "\n" for answer in new)

@@ -22,6 +22,7 @@ from .. import load
 from ..drafters.eagle import EagleDrafter
 from ..drafters.eagle_model import usual_layers
 from ..drafters.named import named
+from ..errors import EngineError
 from ..heads import find_head
 from ..hub import existing_path
 from ..prompts import encode
@@ -58,7 +59,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
             is done. Later, if a file of the work that was done before is damaged.
         OSError: if there is no room for the hidden states, before they are read; or if any file cannot be written. What was
             there is still there then, and the same call goes on from it.
-        EngineError: if the training diverges.
+        EngineError: if the training diverges, or the target can answer no prompt.
     """
     out = Path(out).expanduser()
     _check_prompts(prompts)
@@ -88,7 +89,9 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
             llm, ids, work / "answers.jsonl", options.temperatures, options.max_new_tokens, options.seed, limit
         )
         del llm  # and the buffers of its batch
-        parts = {"training": answers[:-held], "validation": answers[-held:]}
+        parts = {"training": _whole(answers[:-held]), "validation": _whole(answers[-held:])}
+        if missing := [name for name, part in parts.items() if not part]:
+            raise EngineError(f"the target's logits are no distribution for any prompt of {missing[0]}")
         texts = _kept_texts(target, parts, layers, work, limit)
         if not is_done(work, options.epochs):  # if it is, they may have been deleted, for the room that they take
             room = math.inf if options.max_disk_gb is None else options.max_disk_gb * 1e9
@@ -103,6 +106,11 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         with replacing(out / "README.md") as partial:
             partial.write_text(card(options, parts, log, num_layers), encoding="utf-8")
     return out
+
+
+def _whole(answers: Sequence[Answer]) -> list[Answer]:
+    """Without prompts that the target could not answer: hidden states may be NaN there, too."""
+    return [answer for answer in answers if answer.token_ids]
 
 
 def _settings(options: TrainingOptions, prompts: Sequence[Any]) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def _check_prompts(prompts: Sequence[Any]) -> None:
         raise ValueError(f"prompts must be at least 2, one of them for validation, got {got}")
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str) and not prompt.strip():
-            raise ValueError(f"prompts[{index}] must not be empty")
+            raise ValueError(f"prompts[{index}] must not be empty, got {prompt!r}")
 
 
 def _warn_of_known_prompts(learned: Sequence[list[int]], held_back: Sequence[list[int]]) -> None:
