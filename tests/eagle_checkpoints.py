@@ -127,6 +127,8 @@ class Head:
 
     def speculators(self, folder: Path, **changes: Any) -> Path:
         """The speculators format."""
+        if self.eagle == 1:
+            return self._speculators_eagle(folder, **changes)
         config: dict[str, Any] = {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
@@ -147,6 +149,29 @@ class Head:
         if self.layers:
             config["eagle_aux_hidden_state_layer_ids"] = list(self.layers)
         return write(folder, {**config, **changes}, self.tensors, "model.safetensors")
+
+    def _speculators_eagle(self, folder: Path, **changes: Any) -> Path:
+        """That of EAGLE-1, 2 and HASS, whose layer and `fc` have other names."""
+        config = {
+            "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
+            "speculators_model_type": "eagle",
+            "speculators_version": "0.2.0",
+            "transformer_layer_architecture": "LlamaDecoderLayer",
+            "transformer_layer_config": self.layer_config(),
+            "layernorms": False,
+            "fusion_bias": self.fc_bias,
+            "speculators_config": {
+                "algorithm": "eagle",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1}],
+                "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "some/target"},
+            },
+        }
+        tensors = {
+            name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): value
+            for name, value in self.tensors.items()
+        }
+        return write(folder, {**config, **changes}, tensors, "model.safetensors")
 
     def repository(self, folder: Path, file_name: str = "pytorch_model.bin", **changes: Any) -> Path:
         """The EAGLE repository's layouts; that of EAGLE-3 calls its layer `midlayer`. If the first of the hidden states is 2,

@@ -66,6 +66,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "speculators, window": ("speculators", dict(**REDUCED, window=5)),
     "speculators, qwen3, window": ("speculators", dict(**REDUCED, kind="qwen3", window=5, num_layers=2)),
     "speculators, short texts": ("speculators", dict(**REDUCED, max_positions=8)),
+    "speculators, eagle-1, bias": ("speculators", dict(eagle=1, fc_bias=True)),
     "eagle-3": ("repository", dict(**REDUCED)),
     "eagle-3, layers, embeddings": ("repository", dict(**REDUCED, layers=(3, 4, 5), left_out=())),
     "eagle-3, outputs of layers": ("repository", dict(**REDUCED, layers=(2, 3, 5))),
@@ -754,6 +755,11 @@ def test_heads_of_another_target(target: PreTrainedModel, tmp_path: Path) -> Non
 def test_configs_that_are_wrong(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         recognise(Head(**REDUCED).speculators(tmp_path, **changes))
+
+
+def test_norms_in_an_eagle_1_head(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json must have layernorms off"):
+        recognise(Head(eagle=1).speculators(tmp_path, layernorms=True))
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_kinds_that_are_not_supported(target: PreTrainedModel, tmp_path: Path) -
     folder = write(tmp_path, config, {"fc.weight": torch.zeros(2, 2)}, "model.safetensors")
     calls: list[int] = []
     hook = target.register_forward_hook(lambda *args: calls.append(1))
-    with pytest.raises(ValueError, match=r"speculators_model_type of \['eagle3'\], got 'dflash'"):
+    with pytest.raises(ValueError, match=r"speculators_model_type of \['eagle3', 'eagle'\], got 'dflash'"):
         engine.load(target, drafter=folder)
     hook.remove()
     assert not calls

@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE heads: the speculators format (EAGLE-3), and the EAGLE repository's (EAGLE-1, 2 and 3)."""
+"""Checkpoints of EAGLE heads, 1, 2 and 3: the speculators format, and the EAGLE repository's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,8 @@ from .eagle_model import EagleModel, eagle_config
 from .head_files import HeadFiles, fill
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# In the EAGLE repository's EAGLE-3, and in EAGLE-1 of the speculators format.
+_OTHER_PREFIXES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
 
 
 def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
@@ -26,9 +28,13 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
     files = replace(files, config={**nested, **files.config})
     config, tensors = files.config, _by_usual_names(files.tensors)
     embeddings = tensors.pop("embed_tokens.weight", None)
-    eagle3 = config.get("speculators_model_type") == "eagle3" or any(
-        name in tensors for name in ("layers.0.hidden_norm.weight", "norm.weight", "d2t")
-    )
+    eagle3 = config.get("speculators_model_type") == "eagle3"
+    if "speculators_model_type" not in config:
+        eagle3 = any(name in tensors for name in ("layers.0.hidden_norm.weight", "norm.weight", "d2t"))
+    if config.get("layernorms"):
+        raise ValueError(
+            f"{files.folder / 'config.json'} must have layernorms off: an EAGLE-1 head with them is not known"
+        )
     if not eagle3:
         tensors.pop("lm_head.weight", None)  # the target's is used
     fuses = eagle3 and config.get("use_aux_hidden_state") is not False
@@ -64,9 +70,16 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
 
 
 def _by_usual_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without a prefix that some have; the one layer of EAGLE-3 is `midlayer` in the repository. Frequencies are worked out."""
-    names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in tensors}
-    return {names[name]: value for name, value in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    """Those of EAGLE-1 and 3 without a prefix that some have; a layer that is alone has other names. Frequencies are worked out."""
+    usual: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        name = name.removeprefix("model.")
+        for other, prefix in _OTHER_PREFIXES.items():
+            if name.startswith(other):
+                name = prefix + name.removeprefix(other)
+        if not name.endswith("rotary_emb.inv_freq"):
+            usual[name] = value
+    return usual
 
 
 def _dictionary(files: HeadFiles, name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .head_files import HeadFiles, load_pickled, read_head, read_head_config, re
 from .medusa import MedusaDrafter
 from .mlp import MlpSpeculatorDrafter
 
-SPECULATORS = ("eagle3",)  # values of speculators_model_type
+SPECULATORS = ("eagle3", "eagle")  # values of speculators_model_type
 # Parts of names of architectures that draft in other ways than those known here, lower case; transformers would take some of
 # these checkpoints for a draft model without most of its weights.
 UNSUPPORTED = ("dflash", "dspark", "peagle", "mtp")
