@@ -213,9 +213,13 @@ def context_length(config: PretrainedConfig) -> int:
 
 
 def _stretched(config: PretrainedConfig) -> list[int]:
-    """What yarn makes of the original lengths, and 0. Many a config that turns it on leaves max_position_embeddings as it was."""
+    """What yarn and linear scaling make of the original lengths, and 0. Many a config that turns one of them on leaves
+    max_position_embeddings as it was. (Not gemma3's, which scales the positions of some layers.)"""
     yarns = [rope for rope in _ropes(config) if rope.get("rope_type") == "yarn"]
     lengths = [(rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1) for rope in yarns]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "linear":
+        lengths.append(config.max_position_embeddings * (rope.get("factor") or 1))
     return [0, *map(int, lengths)]
 
 

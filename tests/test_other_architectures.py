@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import engine
 from engine.model import uses_ragged_kernel
-from engine.support import head_sizes
+from engine.support import context_length, head_sizes
 
 LONG = list(range(3, 30))  # a prompt that is longer than a window
 GROUPED: dict[str, Any] = dict(num_key_value_heads=2, head_dim=8)
@@ -190,6 +190,16 @@ def test_yarn_stretches_the_context(original: int) -> None:
     rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=original, rope_theta=1e4)
     llm = engine.load(tiny("qwen3", max_position_embeddings=min(original + 4, 48), rope_parameters=rope), drafter=None)
     assert llm.max_length == 4 * original
+
+
+def test_linear_scaling_stretches_the_context() -> None:
+    """Vicuna's 16k and others keep the length of before in their config; gemma3 scales the positions of some layers only."""
+    rope = dict(rope_type="linear", factor=4.0, rope_theta=1e4)
+    assert engine.load(tiny("llama", rope_parameters=rope, max_position_embeddings=48), drafter=None).max_length == 192
+    usual = dict(rope_type="default", rope_theta=1e4)
+    both = dict(full_attention=rope | {"factor": 8.0}, sliding_attention=usual)
+    config = tiny("gemma3_text", rope_parameters=both, max_position_embeddings=48).config
+    assert context_length(config) == 48
 
 
 def test_a_probe_that_gives_nan_is_refused() -> None:
