@@ -332,8 +332,11 @@ def test_another_run_is_refused(
     assert main(["--out", str(folder), "--report-only"]) == 2
     assert "run.json is damaged" in capsys.readouterr().err
     (folder / "run.json").unlink()
-    bench("-k", "7", baselines="plain", status=2)
-    assert "holds records.jsonl without run.json" in capsys.readouterr().err
+    for name in ("records.jsonl", "rounds.png", "table.md"):
+        (folder / name).touch()
+        bench("-k", "7", baselines="plain", status=2)
+        assert f"holds {name} without run.json" in capsys.readouterr().err
+        (folder / name).unlink()
 
 
 def test_a_second_run_in_the_folder_is_refused(

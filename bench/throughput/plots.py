@@ -1,7 +1,6 @@
 """Pictures of a run, with matplotlib, which is an extra: `pip install matplotlib`."""
 
 import importlib.util
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.throughput.methods import OUR_PLAIN, Contest
+from bench.throughput.records import PLOTS
 from bench.throughput.summary import Summary, overall
 from bench.throughput.table import cost_ratio
 from bench.throughput.theory import expected_acceptance, fitted_acceptance
@@ -25,7 +25,6 @@ STYLE: Any = {
     "text.parse_math": False,  # a category may have dollars
 }  # fmt: skip
 MISSING = "plots were left out: matplotlib cannot be imported (pip install matplotlib, then --report-only)"
-NAMES = re.compile(r"((speedup|drafts|rounds)(-\d+)?|batches)\.png")  # what `draw_all` writes
 
 Figures = dict[Contest, list[Summary]]
 
@@ -58,7 +57,7 @@ def draw_all(summaries: Figures, relative_to: str, folder: Path) -> list[str]:
         draw(f"rounds{suffix}.png", parts_of_rounds, contest, overall(found))
     draw("batches.png", batch_scaling, summaries)
     for path in folder.iterdir():
-        if NAMES.fullmatch(path.name) and path.name not in drawn:  # of a discarded run, or of fewer contests
+        if PLOTS.fullmatch(path.name) and path.name not in drawn:  # of a discarded run, or of fewer contests
             path.unlink()
     return drawn
 

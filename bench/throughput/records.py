@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 from bench.out_file import write_whole
 from engine.training.files import lock
 
-RUN, RECORDS, LOCK = "run.json", "records.jsonl", "lock"
+RUN, RECORDS, TABLE, LOCK = "run.json", "records.jsonl", "table.md", "lock"
+PLOTS = re.compile(r"((speedup|drafts|rounds)(-\d+)?|batches)\.png")
 _IGNORED = ("date", "load_average", "commit")  # parts of the environment that change and mean nothing; "code" does
 
 
@@ -44,7 +46,7 @@ class Records:
         restart: discard a run that is there.
 
     Raises:
-        ValueError: if there is a run with other options, or a damaged one.
+        ValueError: if there is a run with other options, or a damaged one, or what a run would overwrite.
         OSError: if the folder cannot be written.
     """
 
@@ -59,8 +61,10 @@ class Records:
             if read_records(folder):  # else nothing would be lost
                 _refuse_others(folder, before, run)
                 run = before
-        elif (folder / RECORDS).exists():
-            raise ValueError(f"{folder} holds {RECORDS} without {RUN}: choose another --out, or add --restart")
+        elif others := sorted(
+            p.name for p in folder.iterdir() if p.name in (RECORDS, TABLE) or PLOTS.fullmatch(p.name)
+        ):
+            raise ValueError(f"{folder} holds {others[0]} without {RUN}: choose another --out, or add --restart")
         self.run: dict[str, Any] = {"complete": False, "finished": {}, "skipped": [], **run}
         self.records = read_records(folder)
         whole = {

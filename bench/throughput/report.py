@@ -4,11 +4,9 @@ from pathlib import Path
 
 from bench.markdown import table
 from bench.throughput import plots
-from bench.throughput.records import read_records, read_run
+from bench.throughput.records import TABLE, read_records, read_run
 from bench.throughput.summary import overall, summarize
 from bench.throughput.table import HEADER, cells, left_out, markdown
-
-TABLE = "table.md"
 
 
 def write_report(folder: Path) -> str:
