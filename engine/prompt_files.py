@@ -13,7 +13,9 @@ def read_prompts(arguments: list[str], file: str | None) -> list[str]:
         ValueError: if there are none, or a line of a file holds none.
     """
     if arguments and file is not None:
-        raise ValueError("give prompts as arguments or with --prompts-file, not both")
+        raise ValueError(
+            f"give prompts as arguments or with --prompts-file, not both, got {len(arguments)} and {file!r}"
+        )
     if arguments:
         return arguments
     if file is None:

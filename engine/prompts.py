@@ -24,7 +24,7 @@ def split(prompts: Any) -> tuple[list[Any], bool]:
             f"prompts must be a string, token ids, chat messages, or a list of these, got {type(prompts).__name__}"
         )
     if not prompts:
-        raise ValueError("prompts must not be empty")
+        raise ValueError(f"prompts must not be empty, got {prompts!r}")
     if all(isinstance(item, dict) for item in prompts) or not any(
         isinstance(item, _COMPOSED) or _is_array(item) for item in prompts
     ):
@@ -57,7 +57,7 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
     if not isinstance(prompt, str | list | tuple):
         raise ValueError(f"{name} must be a string, token ids or chat messages, got {type(prompt).__name__}")
     if not prompt:
-        raise ValueError(f"{name} must not be empty")
+        raise ValueError(f"{name} must not be empty, got {prompt!r}")
     if isinstance(prompt, str):
         check_unicode(prompt, name)
         ids = list(_need(tokenizer, name, "text")(prompt)["input_ids"])

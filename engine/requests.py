@@ -50,7 +50,7 @@ class RequestMaker:
         """The same on this rank alone, whose fresh seeds are its own."""
         items, single = prompting.split(prompts)
         if streamed and not single:
-            raise ValueError("stream takes one prompt; use generate for several")
+            raise ValueError(f"stream takes one prompt, got {len(items)}: use generate for several")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(items)
         fits = isinstance(params, list | tuple) and len(params) == len(items)
@@ -81,7 +81,7 @@ class RequestMaker:
     def _stops(self, params: SamplingParams, special: dict[str, int]) -> tuple[list[str], frozenset[int]]:
         """Strings that end a text, and tokens: those given as such, and special ones given as strings."""
         if params.stop and self._tokenizer is None:
-            raise ValueError("stop needs a tokenizer: pass tokenizer= to engine.load")
+            raise ValueError(f"stop needs a tokenizer, got {params.stop!r} without one: pass tokenizer= to engine.load")
         check_ints("stop_token_ids", params.stop_token_ids, 0, self._vocab_size - 1)
         strings = [text for text in params.stop if text not in special]
         return strings, frozenset([*params.stop_token_ids, *(special[text] for text in params.stop if text in special)])

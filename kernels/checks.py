@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 MAX_GRID = 65_535  # programs along the second and third dimension of a grid
+MAX_WIDTH = 32_768  # rows of a sequence in `verify`, whose last program holds 32 numbers of each, and 2**20 at most
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import MAX_GRID
+from .checks import MAX_GRID, MAX_WIDTH
 from .jit_bounds import key_shift, sample_shift
 from .jit_groups import GROUPS, SEARCH_ROOM, group_floats
 from .jit_rows import BLOCK, THREADS, TILE_BLOCKS, floats_per_row
@@ -84,9 +84,9 @@ def shape_arguments(
 
     by_token: whether rows draw by themselves; batched: whether there is a counter per sequence too."""
     (batch, width), vocab_size = shape, rows.shape[-1]
-    for name, size in (("B", batch), ("W", width)):
-        if size > MAX_GRID:
-            raise ValueError(f"{name} must be <= {MAX_GRID:,}, got {size:,} with logits of shape {list(rows.shape)}")
+    for name, size, most in (("B", batch, MAX_GRID), ("W", width, MAX_WIDTH if batched else MAX_GRID)):
+        if size > most:
+            raise ValueError(f"{name} must be <= {most:,}, got {size:,} with logits of shape {list(rows.shape)}")
     num_rows, num_blocks = batch * width, cdiv(vocab_size, BLOCK)
     if filtered and num_blocks * GROUPS.value > SEARCH_ROOM.value:
         most = SEARCH_ROOM.value // GROUPS.value * BLOCK

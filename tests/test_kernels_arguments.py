@@ -14,7 +14,7 @@ from kernel_cases import assert_counters_are_clear, verify_case
 
 from engine.kernels import ops, reference, warmup
 from engine.kernels import verify as triton_verify
-from engine.kernels.checks import MAX_GRID
+from engine.kernels.checks import MAX_GRID, MAX_WIDTH
 from engine.kernels.launch import shape_arguments
 from engine.kernels.ops import METHODS
 from engine.kernels.records import RowStats
@@ -245,6 +245,13 @@ def test_more_rows_than_a_grid_has(name: str, shape: tuple[int, int]) -> None:
         shape_arguments(rows.expand(*shape, 3), shape, False, False, None, None, batched=False)
     most = [min(size, MAX_GRID) for size in shape]
     assert shape_arguments(rows.expand(*most, 3), most, False, False, None, None, batched=False)["num_rows"] == MAX_GRID
+
+
+def test_more_drafts_than_a_program_holds() -> None:
+    rows = torch.zeros(1, 1, 3).expand(1, MAX_WIDTH + 1, 3)
+    with pytest.raises(ValueError, match="W must be <= 32,768, got 32,769 with logits of shape"):
+        shape_arguments(rows, rows.shape[:2], False, False, None, None, batched=True)
+    assert shape_arguments(rows[:, 1:], (1, MAX_WIDTH), False, False, None, None, batched=True)["num_rows"] == MAX_WIDTH
 
 
 def test_more_tokens_than_a_search_has_room_for() -> None:
