@@ -21,7 +21,7 @@ from engine.training.eagle3 import head_config
 
 NUM_DRAFT_TOKENS = 4
 DRAFT_VOCAB = 32_000  # of an EAGLE-3 head, as published ones have
-# Where the host takes part in every round, so that none is captured.
+# Where the host takes part in every round: drafting is captured in parts, or not at all.
 ON_THE_HOST = ("suffix", "staged draft model", "draft model, shared tokens", "draft model, text read anew")
 
 

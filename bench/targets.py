@@ -111,7 +111,7 @@ def timed(
 
 def num_graphs(*llms: engine.Engine) -> int:
     """CUDA graphs that these engines hold; figures that some were captured among tell of the capturing, too."""
-    return sum(len(llm._server._round.graphs) for llm in llms)
+    return sum(len(llm._target.graphs) for llm in llms)
 
 
 def generate_seconds(model: PreTrainedModel, prompt: list[int], new_tokens: int, **options: Any) -> float:

@@ -15,7 +15,6 @@ from .draft_length import DraftLength, FixedLength
 from .drafters.base import Drafter, stages_of
 from .errors import EngineError, InvalidLogitsError
 from .generation_config import eos_token_ids, repetition_penalty, warn_of_not_applied
-from .graphs import Graphs
 from .live_models import make_ready, work_of
 from .metrics import RoundClock, Stats
 from .model import EXACT_WIDTH, RaggedModel
@@ -60,9 +59,8 @@ class Engine:
         self._requests = RequestMaker(
             tokenizer, self._target.vocab_size, self.max_length, repetition_penalty(model), self._ranks
         )
-        self._graphs = Graphs.for_device(model.device) if self._target.capturable else Graphs(None)
         self._server = Server(
-            Round(self._target, drafter, config.verification, RoundClock(model.device), self._graphs),
+            Round(self._target, drafter, config.verification, RoundClock(model.device)),
             BatchState.allocate(config.max_batch_size, self.max_length, model.device),
             self._lengths(),
             config,
@@ -174,7 +172,7 @@ class Engine:
     ) -> None:
         """Compile kernels and capture CUDA graphs now instead of at the first prompts and rounds of their kind.
 
-        All that is captured here is kept: for each pair of a batch size and a length 3 graphs with a drafter, up to 15 with
+        All that is captured here is kept: for each pair of a batch size and a length 3 graphs with most drafters, up to 15 with
         num_draft_tokens="auto". A text that grows goes through the buckets of all lengths up to its own.
 
         Args:
@@ -262,10 +260,10 @@ class Engine:
             if (restore := getattr(part, "restore", None)) is not None:
                 restore()
         make_ready(self._target)
-        if self._graphs.enabled:
+        if self._target.graphs.enabled:
             drafting = (getattr(stage, "ragged", None) for stage in stages_of(self.drafter))
             live = [self._target, *(each for each in drafting if isinstance(each, RaggedModel))]
-            self._graphs.follow(work_of(each.model for each in live))
+            self._target.graphs.follow(work_of(each.model for each in live))
 
     def _output(self, request: Request) -> Output:
         assert request.finish_reason is not None

@@ -136,13 +136,14 @@ class Graphs:
 
     Args:
         make_capture: makes a `Capture` in a pool of memory; None: everything is done eagerly.
-        max_graphs: more are not kept, which bounds memory: the least recently used one is forgotten. `keeping_all` raises it.
+        max_graphs: more are not kept, which bounds memory: the least recently used one is forgotten. `warmup` raises it.
             An exact engine with "auto" has 15 for each bucket of lengths, of which a long text goes through five.
         make_pool: makes a pool.
 
     Attributes:
         set_up: number of calls of `run` so far that did not only replay, where graphs are captured at all. Such calls take
             longer than later ones will.
+        warming_up: what later rounds may need is to be captured now, though this one needs it not.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Graphs:
         self._marks: list[Any] = []  # of a `Work`, see `follow`
         self._objects: list[ref[Any]] = []
         self.set_up = 0
+        self.warming_up = False
         _all.add(self)
 
     @classmethod
@@ -186,12 +188,13 @@ class Graphs:
         return len(self._captured)
 
     @contextmanager
-    def keeping_all(self) -> Iterator[None]:
+    def warmup(self) -> Iterator[None]:
         """While this is entered, no graph is forgotten for another, and as many as there are at its end may stay from then on."""
-        bound, self._max = self._max, sys.maxsize
+        bound, self._max, self.warming_up = self._max, sys.maxsize, True
         try:
             yield
         finally:
+            self.warming_up = False
             if self._max == sys.maxsize:  # there was memory for all
                 self._max = max(bound, len(self._captured))
 

@@ -15,6 +15,7 @@ from .compiled import CompiledForward
 from .decoder_layers import DecoderLayers, outputs_of
 from .errors import UnsupportedModelError
 from .gpu_layers import fuse_gpu_layers
+from .graphs import Graphs
 from .hidden_states import HiddenStates
 from .support import (
     OWN_MASK,
@@ -79,6 +80,7 @@ class RaggedModel:
         context_length: positions that the model was made for.
         cache: K/V of the slots.
         capturable: calls can be captured in CUDA graphs, as far as is known.
+        graphs: of a target: the captured work of its rounds, drafting included.
         skips_padding: calls of several rows cost by their tokens, not by their longest row.
         compiled: how to call the model compiled, or None.
 
@@ -99,6 +101,7 @@ class RaggedModel:
         self.capturable = reason is None
         if reason is not None and self.device.type == "cuda":
             logger.warning("the %s runs without CUDA graphs: %s", role, reason)
+        self.graphs = Graphs.for_device(self.device) if self.capturable else Graphs(None)
         self.vocab_size = vocab_size(model)
         self.known_ids: int | None = None
         self.context_length = context_length(self.config)

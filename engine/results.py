@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +13,22 @@ from .backend import FATAL_STATUS, Status
 from .draft_length import DraftLength
 from .metrics import Stats
 from .parallel import Ranks
-from .round import Round, RowResult, unpack
+from .round import Round
 from .scheduler import Request
 from .state import BatchState
 
 logger = logging.getLogger(__name__)
 _FATAL, _INVALID_DRAFT = int(FATAL_STATUS), int(Status.INVALID_DRAFT)  # IntFlag is slow, and asked per row
+
+
+class RowResult(NamedTuple):
+    """What a round did to one row, on the host."""
+
+    tokens: list[int]  # K+1; -1 behind the new ones
+    num_accepted: int
+    num_proposed: int
+    status: int  # bits of `Status`
+    logprobs: list[float] | None  # of the tokens, if the round was asked for them
 
 
 @dataclass(frozen=True)
@@ -149,3 +160,16 @@ class Results:
             request.finish_reason = "stop"
         elif request.length >= request.limit:
             request.finish_reason = "length"
+
+
+def unpack(packed: Tensor, with_logprobs: bool) -> list[RowResult]:
+    """The packed result of a round (see `verify_and_commit`), on the host, row by row."""
+    logprobs: list[Any] = [None] * len(packed)
+    if with_logprobs:
+        width = 3 + (packed.shape[1] - 3) // 2
+        packed, logprobs = packed[:, :width], packed[:, width:].view(torch.float64).tolist()
+    rows = packed.tolist()
+    return [
+        RowResult(tokens, accepted, proposed, status, of_tokens)
+        for (accepted, proposed, status, *tokens), of_tokens in zip(rows, logprobs, strict=True)
+    ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,37 +19,29 @@ from .penalty import penalise_repetition
 from .state import BatchState, Proposal
 
 
-class RowResult(NamedTuple):
-    """What a round did to one row, on the host."""
-
-    tokens: list[int]  # K+1; -1 behind the new ones
-    num_accepted: int
-    num_proposed: int
-    status: int  # bits of `Status`
-    logprobs: list[float] | None  # of the tokens, if the round was asked for them
-
-
 @dataclass
 class Round:
     """Runs the rounds of an engine.
 
-    With CUDA graphs, the two halves of a round, drafting and verification, are graphs of their own: between them the clock
-    takes the time.
+    With CUDA graphs, which are the target's, the two halves of a round, drafting and verification, are graphs of their own: between
+    them the clock takes the time.
 
     Args:
         target: verifies; its cache holds the rows' K/V.
         drafter: proposes; None for plain decoding.
         verification: the rule, of `VERIFICATION_METHODS`.
         clock: takes the time of both halves.
-        graphs: captures both halves, where there is something to capture with.
     """
 
     target: RaggedModel
     drafter: Drafter | None
     verification: str
     clock: RoundClock
-    graphs: Graphs = field(default_factory=lambda: Graphs(None))
     _places: dict[Hashable, Proposal] = field(default_factory=dict, init=False)  # see `_placed`; by `_layout`
+
+    @property
+    def graphs(self) -> Graphs:
+        return self.target.graphs
 
     def run(self, state: BatchState, num_draft_tokens: int, trim: Callable[[Proposal], Proposal]) -> Tensor:
         """Advance every active row by 1 to K+1 tokens. The clock is left with two marks: whoever calls this marks the end.
@@ -59,7 +51,7 @@ class Round:
             trim: cuts what is not worth verifying from a proposal.
 
         Returns:
-            The packed result of `verify_and_commit`, on the device: for `unpack`, when it has come to the host. What it
+            The packed result of `verify_and_commit`, on the device: for `results.unpack`, when it has come to the host. What it
             says of inactive rows means nothing.
 
         Raises:
@@ -170,19 +162,6 @@ def verify_and_commit(
     if verdict.logprobs is not None:
         columns.append(verdict.logprobs.double().view(torch.int64))
     return verdict, torch.cat(columns, dim=1)
-
-
-def unpack(packed: Tensor, with_logprobs: bool) -> list[RowResult]:
-    """The packed result of a round (see `verify_and_commit`), on the host, row by row."""
-    logprobs: list[Any] = [None] * len(packed)
-    if with_logprobs:
-        width = 3 + (packed.shape[1] - 3) // 2
-        packed, logprobs = packed[:, :width], packed[:, width:].view(torch.float64).tolist()
-    rows = packed.tolist()
-    return [
-        RowResult(tokens, accepted, proposed, status, of_tokens)
-        for (accepted, proposed, status, *tokens), of_tokens in zip(rows, logprobs, strict=True)
-    ]
 
 
 def _broken_rule(proposal: Any, state: BatchState, vocab_size: int) -> str:

@@ -102,7 +102,7 @@ class Server:
         self._slots.reserve(text_length)
         request = Request(0, [0] * text_length, params, 0, text_length, None)
         state = self._slots.select(slice(0, self._slots.num_rows(num_rows)), [request])
-        with self._round.graphs.keeping_all(), torch.inference_mode(), on_device(self._device):
+        with self._round.graphs.warmup(), torch.inference_mode(), on_device(self._device):
             for num_draft_tokens in self._kinds_of_rounds():
                 self._round.run(state, num_draft_tokens, lambda proposal: proposal)
         self._round.clock.take()
@@ -117,7 +117,8 @@ class Server:
         rounds = [0, 0]
         for number in drafts:
             rounds += 4 * [number]  # in the first of them, a drafter may have more to read than in the others
-        reads = any(isinstance(getattr(stage, "ragged", None), RaggedModel) for stage in stages_of(self._round.drafter))
+        stages = [stage for stage in stages_of(self._round.drafter) if hasattr(stage, "graph_key")]
+        reads = any(isinstance(getattr(stage, "ragged", None), RaggedModel) for stage in stages)
         if 0 in possible and reads:
             # What a model that drafts has to make up for is another graph behind one round without drafts, ...
             rounds += 2 * [each for number in drafts for each in (0, number)]

@@ -142,7 +142,7 @@ def test_the_cache_of_own_texts_gives_the_logits_of_a_plain_call() -> None:
     ours, theirs = sentencepiece_like(), byte_tokenizer()
     model = tiny("llama", vocab_size=len(ours), max_position_embeddings=256)
     ragged = RaggedModel(model, 3)
-    own = OwnTexts(ragged, lambda: Translation(ours, theirs, [-1] * VOCAB, len(ours)))
+    own = OwnTexts(ragged, ragged, lambda: Translation(ours, theirs, [-1] * VOCAB, len(ours)))
     whole = engine.BatchState.allocate(3, 200, torch.device("cpu"))
     state = whole.select(slice(0, 3))
 
@@ -159,8 +159,9 @@ def test_the_cache_of_own_texts_gives_the_logits_of_a_plain_call() -> None:
     ]
     for texts in rounds:
         rows = [None if text is None else Fixed(text) for text in texts]
-        logits = own.begin(state, rows)
         drafts = [[] for _ in rows]
+        own.begin(state, rows, 3)
+        logits = own.after_text()
         for step in range(3):
             for row, text in enumerate(rows):
                 if text is not None:
@@ -171,7 +172,8 @@ def test_the_cache_of_own_texts_gives_the_logits_of_a_plain_call() -> None:
             for row in range(3):
                 drafts[row].append(int(tokens[row]))
             if step < 2:
-                logits = own.step(tokens)
+                logits = own.after_drafts(tokens, step + 1)
+        own.end(torch.tensor(drafts)[:, :2])
 
 
 @pytest.fixture(scope="module")
@@ -267,8 +269,8 @@ def test_drafts_that_stood_are_not_read_again() -> None:
     """In every round the draft model reads what is new, and not all that it drafted before."""
     target, drafter = spelled(ReencodingDraftModel)
     llm = engine.load(target, drafter=drafter, num_draft_tokens=4, max_batch_size=1)
-    widths, decode = [], drafter._ragged.decode
-    drafter._ragged.decode = lambda tokens, *rest: widths.append(tokens.shape[1]) or decode(tokens, *rest)
+    widths, decode = [], drafter.ragged.decode
+    drafter.ragged.decode = lambda tokens, *rest: widths.append(tokens.shape[1]) or decode(tokens, *rest)
     llm.generate([1, 2, 3], engine.SamplingParams(max_new_tokens=30))
     assert llm.stats.acceptance_rate == 1.0 and max(widths) <= 2
 
@@ -306,10 +308,17 @@ def test_as_many_steps_as_the_targets_tokens_are_long() -> None:
         def follow(self, state: Any) -> list[Translation]:
             return [text]
 
-        def begin(self, state: Any, texts: Any) -> torch.Tensor:
-            return self.step(None)
+        def begin(self, *_: Any) -> None: ...
 
-        def step(self, tokens: Any) -> torch.Tensor:
+        def end(self, fed: Any) -> None: ...
+
+        def run(self, state: Any, num_steps: int, work: Any) -> Any:
+            return work()
+
+        def after_text(self) -> torch.Tensor:
+            return self.after_drafts(None, 0)
+
+        def after_drafts(self, tokens: Any, count: int) -> torch.Tensor:
             return torch.nn.functional.one_hot(torch.tensor([[next(said)]]), VOCAB).float()
 
     drafter._own = Own()  # type: ignore[assignment]

@@ -12,14 +12,13 @@ from training_cases import PROMPTS, log_of, options, write_target
 from transformers import PreTrainedModel
 
 import engine
-from bench.drafter_cases import ON_THE_HOST, drafters
+from bench.drafter_cases import drafters
 from engine.graphs import Graphs, clear_all
 from engine.model import EXACT_KV_GRANULARITY, RaggedModel
 from engine.training.options import METHODS
 from engine.training.run import train_drafter
 
 pytestmark = pytest.mark.gpu
-CAPTURED = sorted(set(drafters(tiny("llama"))) - set(ON_THE_HOST))
 
 
 @pytest.fixture(scope="module")
@@ -72,18 +71,18 @@ def check_captured(target: PreTrainedModel, drafter: Any, caplog: pytest.LogCapt
     for graphed in (True, False):
         llm = engine.load(target, drafter=drafter(), num_draft_tokens=4, max_batch_size=4)
         if not graphed:
-            llm._server._round.graphs = Graphs(None)
+            llm._target.graphs = Graphs(None)
         outputs = llm.generate(prompts, params)
-        before = len(llm._server._round.graphs)
+        before = len(llm._target.graphs)
         outputs.append(llm.generate(long, more))
         texts.append([output.token_ids for output in outputs])
-        assert llm._server._round.graphs.enabled == graphed
-        assert (before > 0) == (len(llm._server._round.graphs) > 0) == graphed
+        assert llm._target.graphs.enabled == graphed
+        assert (before > 0) == (len(llm._target.graphs) > 0) == graphed
     assert texts[0] == texts[1]
     assert not [r.message for r in caplog.records if "CUDA graphs" in r.message]
 
 
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("name", sorted(drafters(tiny("llama"))))
 def test_captured_rounds_give_the_eager_text(
     target: PreTrainedModel, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,6 +94,7 @@ def test_captured_rounds_give_the_eager_text(
 def test_plain_rounds_and_good_drafts_too(target: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     check_captured(target, lambda: None, caplog)
     check_captured(target, lambda: engine.DraftModel(perturbed(target, 0.05)), caplog)
+    check_captured(target, lambda: engine.StagedDraftModel(perturbed(target, 0.05)), caplog)
 
 
 def test_float16(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,16 +123,16 @@ def test_graphs_are_made_anew(target: PreTrainedModel) -> None:
         llm = engine.load(target)
         for _ in range(2):
             texts.append(llm.generate([5, 6, 7], params).token_ids)
-            assert len(llm._server._round.graphs) > 0
+            assert len(llm._target.graphs) > 0
             clear_all()
-            assert len(llm._server._round.graphs) == 0
+            assert len(llm._target.graphs) == 0
     assert texts == [texts[0]] * 4
 
 
 def test_a_model_that_needs_the_host_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     llm = engine.load(tiny("falcon", dtype=torch.bfloat16).to("cuda"))
     assert len(llm.generate([5, 6, 7], engine.SamplingParams(max_new_tokens=20)).token_ids) == 20
-    assert not llm._server._round.graphs.enabled
+    assert not llm._target.graphs.enabled
     assert [r.message for r in caplog.records if "CUDA graphs" in r.message] == [
         "the target runs without CUDA graphs: layers of type 'falcon' copy from the host"
     ]

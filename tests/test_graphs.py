@@ -64,7 +64,7 @@ class CountedGraphs(Graphs):
 
 def with_graphs(llm: engine.Engine, *, late: bool, max_graphs: int = 128) -> CountedGraphs:
     graphs = CountedGraphs(lambda pool: Replay(llm._server._state), max_graphs)
-    llm._server._round.graphs, llm._server._late = graphs, late
+    llm._target.graphs, llm._server._late = graphs, late
     return graphs
 
 
@@ -249,7 +249,7 @@ def test_a_failing_capture_falls_back_and_says_why_once(caplog: pytest.LogCaptur
 
     target = tiny("llama")
     llm = engine.load(target)
-    llm._server._round.graphs = Graphs(lambda pool: Failing())
+    llm._target.graphs = Graphs(lambda pool: Failing())
     output = llm.generate([[5, 6, 7]], engine.SamplingParams(max_new_tokens=20))[0]
     assert output.token_ids == greedy(target, [5, 6, 7], 20)
     assert [r.message for r in caplog.records] == [
@@ -293,7 +293,7 @@ def test_as_many_graphs_as_there_is_memory_for(warm: bool, caplog: pytest.LogCap
     target = tiny("llama", max_position_embeddings=600)
     llm = engine.load(target, num_draft_tokens=3, max_batch_size=4)
     graphs = CountedGraphs(lambda pool: Small(llm._server._state))
-    llm._server._round.graphs = graphs
+    llm._target.graphs = graphs
     if warm:
         llm.warmup(batch_sizes=[1, 2, 4], text_lengths=[256, 512])
     prompts = random_prompts(6)
@@ -401,7 +401,7 @@ def test_a_proposal_that_is_captured_again_is_the_one_verified(max_graphs: int) 
     """Its tensors lie elsewhere than those that the graph of its verification had read."""
     target = tiny("llama", max_position_embeddings=600)
     llm = engine.load(target, drafter=engine.DraftModel(target), num_draft_tokens=3, max_batch_size=2)
-    llm._server._round.graphs = graphs = CountedGraphs(lambda pool: Replay(llm._server._state), max_graphs)
+    llm._target.graphs = graphs = CountedGraphs(lambda pool: Replay(llm._server._state), max_graphs)
     outputs = llm.generate([[3, 4, 5], [3, 4, 5] * 84, [6, 7]], engine.SamplingParams(max_new_tokens=40))
     assert all(output.stats.acceptance_rate == 1 for output in outputs)
     assert len(graphs) == max_graphs
@@ -412,7 +412,7 @@ def test_a_proposal_that_a_warmup_captures_again_is_the_one_verified() -> None:
     target = tiny("llama", max_position_embeddings=600)
     llm = engine.load(target, drafter=engine.DraftModel(target), num_draft_tokens=3, max_batch_size=1)
     graphs = Graphs(lambda pool: Replay(llm._server._state))
-    llm._server._round.graphs = graphs
+    llm._target.graphs = graphs
     params = engine.SamplingParams(max_new_tokens=40)
     llm.generate([3, 4, 5], params)
     (key,) = (key for key in graphs._captured if key[0] == "propose")

@@ -1,5 +1,6 @@
 """What only runs on a GPU, on a pretended one: attention by the kernel, captured rounds, results that are read late."""
 
+import copy
 import gc
 import logging
 import weakref
@@ -14,7 +15,7 @@ from tiny_models import CONFIGS, GROUPED_EXPERTS, perturbed, tiny
 
 import engine
 from bench import attention_cases, end_to_end, targets, timing
-from bench.drafter_cases import ON_THE_HOST, drafters
+from bench.drafter_cases import ON_THE_HOST, drafters, tokenizer
 from bench.figures import Figures
 from engine.draft_length import FixedLength
 from engine.gpu_layers import GpuLayerParts
@@ -65,7 +66,7 @@ def check_text(
             torch.manual_seed(0)
             llm = engine.load(model, drafter=drafter(model), **options)
         if where == "cuda":
-            assert llm._server._round.graphs.enabled and llm._server._late and llm._target.cache.whole_buffers
+            assert llm._target.graphs.enabled and llm._server._late and llm._target.cache.whole_buffers
             fused = [module for module in model.modules() if type(module).__name__.startswith("Fused")]
             assert len(fused) == (model.config.num_hidden_layers if name in LIKE_LLAMA else 0)
             assert all(layer.parts.on_gpu for layer in fused)
@@ -73,7 +74,7 @@ def check_text(
         texts.append([output.token_ids for output in llm.generate(PROMPTS, params)])
     assert texts[0] == texts[1]
     assert device.launches > 0 and waited and any(waited) == waits
-    assert len(llm._server._round.graphs) > 0
+    assert len(llm._target.graphs) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -134,7 +135,7 @@ def test_tensors_that_torch_is_told_to_make_on_the_device(device: Device) -> Non
     texts = [output.token_ids for output in llm.generate(PROMPTS, params)]
     with torch.device("cuda"):
         assert [output.token_ids for output in llm.generate(PROMPTS, params)] == texts
-    assert llm._server._round.graphs.enabled
+    assert llm._target.graphs.enabled
 
 
 @pytest.mark.parametrize("drafter", ["model", *(pytest.param(d, marks=pytest.mark.slow) for d in ("ngram", "eagle"))])
@@ -216,8 +217,8 @@ def test_captured_rounds_follow_a_live_model(device: Device, change: str) -> Non
         set_up = []
         for _ in range(3):
             before = llm.generate(PROMPTS[0], params).token_ids
-            set_up.append(llm._graphs.set_up)
-        assert set_up[1] == set_up[2] and (where == "cpu") == (len(llm._graphs) == 0)
+            set_up.append(llm._target.graphs.set_up)
+        assert set_up[1] == set_up[2] and (where == "cpu") == (len(llm._target.graphs) == 0)
         if change == "hook":
             model.lm_head.register_forward_hook(lambda *given: -given[-1])
         elif change == "parameter":
@@ -262,7 +263,70 @@ def test_what_makes_up_for_a_pause_is_a_few_graphs(device: Device, name: str) ->
         drafts.append(proposed)
     assert texts[0] == texts[1] and len(drafts[0]) > 7
     assert drafts[0][:7] == drafts[1][:7]
-    assert 0 < len({key for key in llm._server._round.graphs._seen if key[0] == "propose"}) <= 4
+    assert 0 < len({key for key in llm._target.graphs._seen if key[0] == "propose"}) <= 4
+
+
+ON_THE_HOST_WITH_A_MODEL: dict[str, Any] = {
+    "staged": lambda model, other: engine.StagedDraftModel(model, num_draft_tokens=2),
+    "staged, suffixes inside": lambda model, other: engine.StagedDraftModel(model, engine.SuffixDrafter()),
+    "shared tokens": lambda model, other: engine.IntersectionDraftModel(other, *tokenizers()),
+    "text read anew": lambda model, other: engine.ReencodingDraftModel(other, *tokenizers()),
+}
+
+
+def tokenizers() -> tuple[Any, Any]:
+    """A drafter's and the target's: words at other ids, and some of the target's that the drafter lacks."""
+    return tokenizer(60, first=4), tokenizer(64)
+
+
+def moved_ids(model: Any, by: int) -> Any:
+    """A model that says at id i what this one says at i + by."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for part in (other.model.embed_tokens, other.lm_head):
+            part.weight.copy_(part.weight.roll(-by, dims=0))
+    return other
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        ("staged", 0.8),
+        ("shared tokens", 0.8),
+        ("text read anew", 0.0),
+        pytest.param("staged, suffixes inside", 0.8, marks=pytest.mark.slow),
+        pytest.param("staged", 0.0, marks=pytest.mark.slow),
+        pytest.param("shared tokens", 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_is_captured_between_the_hosts_looks(device: Device, name: str, temperature: float) -> None:
+    """The drafts are those of the CPU, and after a warm-up all calls of the draft model are replayed."""
+    params = engine.SamplingParams(max_new_tokens=12, temperature=temperature, seed=1)
+    texts, drafts = [], []
+    for where in ("cpu", "cuda"):
+        model = tiny("llama", dtype=torch.float32, max_position_embeddings=64).to(where)
+        draft = perturbed(model, 0.05)
+        drafter = ON_THE_HOST_WITH_A_MODEL[name](draft, moved_ids(draft, 4))
+        llm = engine.load(model, drafter=drafter, num_draft_tokens=4, max_batch_size=2, exact=False)
+        llm.warmup(batch_sizes=[1, 2], text_lengths=[20], params=params)
+        propose, decode, proposed, called = drafter.propose, drafter.ragged.decode, [], []
+
+        def noted(state: Any, count: int, propose: Any = propose, proposed: Any = proposed) -> Any:
+            proposal = propose(state, count)
+            proposed.append(
+                [row for row, on in zip(proposal.tokens.tolist(), state.active.tolist(), strict=True) if on]
+            )
+            return proposal
+
+        def counted(*given: Any, decode: Any = decode, called: Any = called) -> Any:
+            called.append(given)
+            return decode(*given)
+
+        drafter.propose, drafter.ragged.decode = noted, counted
+        texts.append([output.token_ids for output in llm.generate(PROMPTS, params)])
+        drafts.append(proposed[:3])  # before a text's end, where fewer drafts are asked for
+        assert llm.stats.accepted_tokens > 5 and bool(called) == (where == "cpu")
+    assert texts[0] == texts[1] and drafts[0] == drafts[1]
 
 
 QUICK = ("ngram", "medusa")

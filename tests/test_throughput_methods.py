@@ -131,7 +131,7 @@ def test_all_graphs_are_captured_before_the_first_prompt(
     for drafter, k in ((None, 0), ("ngram", 3)):
         ours = Ours(drafter, k, max_length=320)
         ours.prepare(bed, Contest("float32", rows, temperature, 40))
-        graphs = ours._llm._server._round.graphs
+        graphs = ours._llm._target.graphs
         before = len(graphs)
         ours.generate([[5, 6, 7] * (80 - 20 * row) for row in range(rows)], [1] * rows, 40)
         assert len(graphs) == before > 0

@@ -91,7 +91,7 @@ class Ours(Method):
             for stage in stages_of(self._llm.drafter):
                 if hasattr(stage, "greedy"):  # lookups have no other way, nor have re-encoded drafts
                     stage.greedy = True
-        if self._llm._server._round.graphs.enabled and not self.synthetic:  # its tensors lie elsewhere for each text
+        if self._llm._target.graphs.enabled and not self.synthetic:  # its tensors lie elsewhere for each text
             self._capture(contest)
 
     def _capture(self, contest: Contest) -> None:

@@ -29,8 +29,8 @@ class IntersectionDraftModel(DraftModel):
     It reads the text in its own tokens: the shared ones as they are, others encoded anew from their text (see `Translation`).
     It draws from the shared tokens only, in the target's ids. Special tokens are shared where both have one of that name.
 
-    Each round, the host reads the text and keeps the drafter's tokens: rounds wait for the device, and drafting is not captured
-    in CUDA graphs.
+    Each round, the host reads the text and keeps the drafter's tokens: rounds wait for the device. What it does then is
+    captured in CUDA graphs.
 
     Args:
         model: the draft model; on the target's device.
@@ -64,7 +64,7 @@ class IntersectionDraftModel(DraftModel):
         known = counterparts.tolist()
         # Not self: in a cycle, K/V would stay until it is looked for.
         ours, theirs = self.tokenizer, self.target_tokenizer
-        self._own = OwnTexts(self.ragged, lambda: Translation(ours, theirs, known, size))
+        self._own = OwnTexts(self.ragged, target, lambda: Translation(ours, theirs, known, size))
 
     def prefill(self, state: BatchState) -> None:
         """Read the prompts of new rows, but for the last token of each."""
@@ -74,23 +74,32 @@ class IntersectionDraftModel(DraftModel):
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw token after token, each row under its own temperature and filters."""
         texts = self._own.follow(state)
-        logits = self._in_target_ids(self._own.begin(state, texts))
-        steps = [self._draw(state, penalise_drafter(logits, state), 0)]
-        for step in range(1, num_draft_tokens):
-            logits = self._in_target_ids(self._own.step(self._counterparts[steps[-1].tokens.clamp(min=0)]))
-            logits = penalise_drafter(logits, state, [each.tokens for each in steps])
-            steps.append(self._draw(state, logits, step))
-        proposal = side_by_side(steps)
+
+        def work() -> Proposal:
+            logits, steps = self._own.after_text(), list[Proposal]()
+            for step in range(num_draft_tokens):
+                if step:
+                    logits = self._own.after_drafts(self._in_own_ids(steps[-1].tokens), step)
+                shared = penalise_drafter(self._in_target_ids(logits), state, [each.tokens for each in steps])
+                steps.append(self._draw(state, shared, step))
+            return side_by_side(steps)
+
+        self._own.begin(state, texts, num_draft_tokens)
+        proposal = self._own.run(state, num_draft_tokens, work)
+        self._own.end(self._in_own_ids(proposal.tokens[:, :-1]))
         # A text of nothing but special tokens that the drafter does not have is empty for it.
-        drafting = to_device([bool(text and text.ids) for text in texts], logits.device)
+        drafting = to_device([bool(text and text.ids) for text in texts], proposal.tokens.device)
         return proposal._replace(tokens=proposal.tokens.where(drafting[:, None], -1))
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """Nothing to do: `propose` reads the text."""
 
     def graph_key(self) -> Hashable | None:
-        """None: the host has work in each round."""
+        """None: the host has work in each round; `OwnTexts.run` captures the rest."""
         return None
+
+    def _in_own_ids(self, drafts: Tensor) -> Tensor:
+        return self._counterparts[drafts.clamp(min=0)]
 
     def _in_target_ids(self, logits: Tensor) -> Tensor:
         """[B, W, V_drafter] -> [B, W, V]; -inf for tokens that are not shared."""

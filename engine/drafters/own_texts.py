@@ -1,17 +1,21 @@
 """The rows of a draft model that reads the text in tokens of its own."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..graphs import bucket
 from ..model import RaggedModel, last_valid
 from ..state import BatchState
 from ..transfers import to_device
 from .vocabulary import decode_after, encode, encode_after, first_tokens, last_text, special_ids
 
 _WIDEST = 16  # more missing tokens than this are read without the head, before a round's first call
+_NARROWEST = 8  # columns of a captured call, and their multiples by powers of two: most rounds lack fewer tokens
+_SHORTEST = 256  # texts of a captured call, likewise
+_Result = TypeVar("_Result")
 
 
 class Translation:
@@ -80,23 +84,32 @@ class OwnTexts:
     """A draft model's cache over rows of its own tokens, whose lengths are not the target's.
 
     The host keeps the translation of each row's text and the tokens whose K/V the cache holds; what a text has in common
-    with these is not read again. Reading the state waits for the device.
+    with these is not read again. Reading the state waits for the device. What the device then does in a round, between `begin`
+    and `end`, is captured in CUDA graphs by `run`, as all that the host has found out lies in one tensor.
 
     Args:
         ragged: the draft model.
+        target: its graphs are those of the rounds.
         begin_text: makes the translation of an empty text.
     """
 
-    def __init__(self, ragged: RaggedModel, begin_text: Callable[[], Translation]) -> None:
-        self._ragged, self._begin_text = ragged, begin_text
+    def __init__(self, ragged: RaggedModel, target: RaggedModel, begin_text: Callable[[], Translation]) -> None:
+        self._ragged, self._target, self._begin_text = ragged, target, begin_text
         self._texts: dict[int, Translation] = {}  # by slot
         self._cached: dict[int, list[int]] = {}
-        # The round under way: its slots (None: not drafting), lengths of the texts, and tokens fed after them.
+        # The round under way: its slots (None: not drafting), and what the device is told of them, int64 [B, 2 + W]: how many
+        # tokens of the text are in the cache, its length, and the tokens that are not.
         self._slots: list[int | None] = []
         self._rows: slice | Tensor = slice(0, 0)
-        self._lengths = self._drafting = torch.empty(0)
-        self._longest = 0
-        self._fed: list[Tensor] = []
+        self._told = self._fed = torch.empty(0, 0)
+        self._longest = 0  # no text is longer; in a captured round no text with its drafts
+        self._captured = False
+        self._places: dict[torch.Size, Tensor] = {}  # where graphs find what they are told, by its shape
+
+    @property
+    def warming_up(self) -> bool:
+        """See `Graphs`."""
+        return self._target.graphs.warming_up
 
     def prefill(self, state: BatchState) -> None:
         """New rows: read their prompts, but for the last token of each."""
@@ -108,6 +121,7 @@ class OwnTexts:
             self._texts[slot], self._cached[slot] = self._begin_text(), []
             self._texts[slot].extend(row[:length])
             prompts.append(self._texts[slot].ids)
+        self._reserve(max(map(len, prompts)))
         self._read(state.slots, prompts, state.rows)
 
     def follow(self, state: BatchState) -> list[Translation | None]:
@@ -121,51 +135,76 @@ class OwnTexts:
                 text.extend(row[text.num_read - begin : length - begin])
         return texts
 
-    def begin(self, state: BatchState, texts: Sequence[Translation | None]) -> Tensor:
-        """Logits [B, 1, V] after each row's text; without meaning for rows that have none."""
+    def begin(self, state: BatchState, texts: Sequence[Translation | None], num_steps: int) -> None:
+        """Begin a round in which `after_text` is called, and then `after_drafts` at most `num_steps` - 1 times."""
         self._settle()
         slots, ids = state.slots, [text.ids if text is not None else [] for text in texts]
+        self._rows, self._longest = state.rows, max(map(len, ids))
+        self._reserve(self._longest + num_steps)
         self._read(slots, ids, state.rows, at_most=_WIDEST)
         starts = [min(self._num_cached(slot, row), max(len(row) - 1, 0)) for slot, row in zip(slots, ids, strict=True)]
         missing = [row[start:] for row, start in zip(ids, starts, strict=True)]
-        tokens, fed = self._padded(missing), self._tensor([len(row) for row in missing])
-        self._rows, self._lengths, self._fed = state.rows, self._tensor([len(row) for row in ids]), []
+        width = max(1, *map(len, missing))
+        self._captured = self._target.graphs.enabled and self._ragged.capturable and isinstance(state.rows, slice)
+        if self._captured:  # few different numbers, for few graphs
+            self._longest = max(bucket(self._longest + num_steps, _SHORTEST), state.max_text_length)
+            width = bucket(width, _NARROWEST)
+        told = zip(starts, map(len, ids), missing, strict=True)
+        self._told = self._padded([[start, length, *row] for start, length, row in told], 2 + width)
+        if self._captured:
+            self._told = self._places.setdefault(self._told.shape, self._told).copy_(self._told)
         self._slots = [slot if row else None for slot, row in zip(slots, ids, strict=True)]
-        self._drafting, self._longest = (self._lengths > 0).long(), max(map(len, ids))
         for slot, row in zip(slots, ids, strict=True):
             if row:
                 self._cached[slot] = list(row)
-        logits = self._ragged.decode(tokens, self._tensor(starts), fed, state.rows, max(self._longest, 1))
-        return last_valid(logits, fed)
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Logits [B, 1, V] after one more token of each row, [B, 1] int64."""
-        start = self._lengths + len(self._fed)
-        self._fed.append(tokens)
-        length = self._longest + len(self._fed)
-        self._reserve(length)
-        return self._ragged.decode(tokens, start, self._drafting, self._rows, length)
+    def run(self, state: BatchState, num_steps: int, work: Callable[[], _Result]) -> _Result:
+        """Have the device do its work of the round that has begun: a function of tensors, by `after_text` and `after_drafts`.
+
+        Returns:
+            What `work` returns. With CUDA graphs, its tensors are overwritten by the next round.
+        """
+        if not self._captured:
+            return work()
+        capacity = self._ragged.cache.capacity
+        key = ("own texts", id(self), state.key, self._told.shape, num_steps, self._longest, capacity)
+        result: _Result = self._target.graphs.run(key, work)
+        return result
+
+    def after_text(self) -> Tensor:
+        """Logits [B, 1, V] after each row's text; without meaning for rows that have none."""
+        start, length = self._told[:, 0], self._told[:, 1]
+        logits = self._ragged.decode(self._told[:, 2:], start, length - start, self._rows, max(self._longest, 1))
+        return last_valid(logits, length - start)
+
+    def after_drafts(self, tokens: Tensor, count: int) -> Tensor:
+        """Logits [B, 1, V] after one more token of each row, [B, 1] int64, of which there are `count` with this one."""
+        length = self._told[:, 1]
+        return self._ragged.decode(tokens, length + count - 1, (length > 0).long(), self._rows, self._longest + count)
+
+    def end(self, fed: Tensor) -> None:
+        """The round is over, and has fed these tokens behind the texts, [B, N] int64; they are read in the next round."""
+        self._fed = fed
 
     def _settle(self) -> None:
         """Take down what the last round has fed."""
-        if self._fed:
-            for slot, row in zip(self._slots, torch.cat(self._fed, dim=1).tolist(), strict=True):
+        if self._fed.shape[1]:
+            for slot, row in zip(self._slots, self._fed.tolist(), strict=True):
                 if slot is not None:
                     self._cached[slot] += row
-        self._fed = []
+        self._fed = self._fed[:, :0]
 
     def _read(
         self, slots: Sequence[int], texts: Sequence[list[int]], rows: slice | Tensor, at_most: int | None = None
     ) -> None:
         """Write the K/V that is missing of these texts, but for their last tokens; not if no more than `at_most` are missing."""
-        self._reserve(max(map(len, texts)))
         ends = [max(len(text) - 1, 0) for text in texts]
         spans = [
             (min(self._num_cached(slot, text), end), end) for slot, text, end in zip(slots, texts, ends, strict=True)
         ]
         if max(end - begin for begin, end in spans) <= (at_most or 0):
             return
-        self._ragged.prefill(self._padded(texts), spans, rows)
+        self._ragged.prefill(self._padded(texts, max(map(len, texts))), spans, rows)
         for slot, text in zip(slots, texts, strict=True):
             if text:
                 self._cached[slot] = text[:-1]
@@ -177,12 +216,10 @@ class OwnTexts:
         if length > self._ragged.cache.capacity:
             self._ragged.cache.reserve(length + length // 4)  # growing copies, so not each time
 
-    def _padded(self, rows: Sequence[list[int]]) -> Tensor:
-        width = max(1, *map(len, rows))
-        return self._tensor([row + [0] * (width - len(row)) for row in rows])
-
-    def _tensor(self, values: Any) -> Tensor:
-        return to_device(values, self._ragged.device, torch.int64)
+    def _padded(self, rows: Sequence[list[int]], width: int) -> Tensor:
+        """[B, width] int64."""
+        padded = [row + [0] * (width - len(row)) for row in rows]
+        return to_device(padded, self._ragged.device, torch.int64)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

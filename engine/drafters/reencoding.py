@@ -31,7 +31,7 @@ class ReencodingDraftModel:
     have one of that name.
 
     Each round, the host decodes and encodes the whole text since the last special token that both have (milliseconds for
-    thousands of tokens): rounds wait for the device, and drafting is not captured in CUDA graphs.
+    thousands of tokens): rounds wait for the device. The model's own work is captured in CUDA graphs.
 
     Args:
         model: the draft model; on the target's device.
@@ -46,25 +46,25 @@ class ReencodingDraftModel:
         check_instance("model", model, PreTrainedModel)
         check_tokenizers(tokenizer, target_tokenizer)
         self.model, self.tokenizer, self.target_tokenizer = model, tokenizer, target_tokenizer
-        self._ragged: RaggedModel
+        self.ragged: RaggedModel
         self._own: OwnTexts
         self._special_ids = special_ids(tokenizer)
 
     def attach(self, target: RaggedModel) -> None:
         """Compare the special tokens, and make a cache for the target's slots."""
-        self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
-        size, self._target_size = self._ragged.vocab_size, target.vocab_size
+        self.ragged = RaggedModel(self.model, target.num_slots, role="drafter")
+        size, self._target_size = self.ragged.vocab_size, target.vocab_size
         shared = SharedVocabulary(self.tokenizer, self.target_tokenizer, size, target.vocab_size)
         self._to_target = shared.to_target(size).tolist()
         special = special_ids(self.target_tokenizer)
         known = [i if token in special else -1 for token, i in enumerate(shared.to_drafter(target.vocab_size).tolist())]
         # Not self: in a cycle, K/V would stay until it is looked for.
         ours, theirs = self.tokenizer, self.target_tokenizer
-        self._own = OwnTexts(self._ragged, lambda: Translation(ours, theirs, known, size))
+        self._own = OwnTexts(self.ragged, target, lambda: Translation(ours, theirs, known, size))
 
     def reserve(self, length: int) -> None:
         """Make room for rows of this length; where the drafter needs more tokens, more is made in time."""
-        self._ragged.cache.reserve(length)
+        self.ragged.cache.reserve(length)
 
     def prefill(self, state: BatchState) -> None:
         """Read the prompts of new rows, but for the last token of each."""
@@ -75,11 +75,22 @@ class ReencodingDraftModel:
         """Go on greedily for as many tokens as the text so far needed for `num_draft_tokens` of the target's, and one more."""
         texts = self._own.follow(state)
         counts = [self._num_steps(text, num_draft_tokens) for text in texts]
-        steps: list[Tensor] = []
-        for step in range(max(counts)):
-            logits = self._own.step(steps[-1]) if step else self._own.begin(state, texts)
-            steps.append(logits.argmax(dim=-1))
-        continuations = torch.cat(steps, dim=1).tolist() if steps else [[] for _ in texts]
+        num_steps = max(counts)
+        if not num_steps and self._own.warming_up:  # of no text, as graphs are made in advance
+            num_steps = num_draft_tokens + 1
+
+        def work() -> Tensor:
+            steps = [self._own.after_text().argmax(dim=-1)]
+            for count in range(1, num_steps):
+                steps.append(self._own.after_drafts(steps[-1], count).argmax(dim=-1))
+            return torch.cat(steps, dim=1)
+
+        continuations: list[list[int]] = [[] for _ in texts]
+        if num_steps:
+            self._own.begin(state, texts, num_steps)
+            tokens = self._own.run(state, num_steps, work)
+            self._own.end(tokens[:, :-1])
+            continuations = tokens.tolist()
         rows = []
         for text, count, continuation in zip(texts, counts, continuations, strict=True):
             drafts = self._in_target_ids(text, continuation[:count]) if text is not None and count else []

@@ -4,8 +4,9 @@ Staged speculative decoding (Spector & Re, arXiv 2308.04623): a cheap drafter pr
 tokens in one call, so that K drafts take fewer than K of its calls.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..backend import RowStats
 from ..config import check_int
+from ..model import RaggedModel
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
 from .base import Drafter
@@ -29,8 +31,8 @@ class StagedDraftModel(DraftModel):
     for; the proposals stand while they equal its draws. Whatever the inner drafter says, drafts and logits are therefore those
     of `DraftModel` (up to the rounding of calls of another width).
 
-    The host asks after each call whether all rows have their drafts: rounds wait for the device, and drafting is not
-    captured in CUDA graphs.
+    The host asks after each call whether all rows have their drafts: rounds wait for the device. What it does in between is
+    captured in CUDA graphs, the inner drafter's work apart if that cannot be (has no `graph_key`).
 
     Args:
         model: the draft model; on the target's device.
@@ -63,6 +65,14 @@ class StagedDraftModel(DraftModel):
             )
         self.drafter, self.num_draft_tokens = drafter, num_draft_tokens
         self.num_calls = 0  # of the draft model, for drafting
+        self._target: RaggedModel
+        self._kept: dict[Hashable, _Drafts] = {}  # that graphs work on, by the kind of rows and the number of drafts
+
+    def attach(self, target: RaggedModel) -> None:
+        """See `DraftModel`."""
+        super().attach(target)
+        self._target = target
+        self._kept.clear()
 
     def prefill(self, state: BatchState) -> None:
         """Read the prompts of new rows, but for their pending tokens."""
@@ -71,22 +81,66 @@ class StagedDraftModel(DraftModel):
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw tokens, each row under its own temperature and filters, until every row has as many as it has room for."""
-        start, fed, width = self._unread(state)
-        drafts = _Drafts(state, num_draft_tokens, self.num_draft_tokens)
-        while missing := drafts.missing():
-            guesses = self._guess(drafts, min(missing - 1, self.num_draft_tokens))
-            num_fed = fed + (guesses >= 0).sum(dim=1)
-            logits = self._decode(
-                state, drafts.read(start, width + guesses.shape[1]), start, num_fed, extra=num_draft_tokens
-            )
-            at = (fed - 1)[:, None] + torch.arange(guesses.shape[1] + 1, device=fed.device)
-            at = at.clamp(0, logits.shape[1] - 1)[..., None].expand(-1, -1, logits.shape[-1])
-            logits = penalise_drafter(logits.gather(1, at), drafts.state(), [guesses])
-            drafts.append(guesses, self._draw(state, logits, drafts.count))
-            # What the model has not read is the last draft.
-            start, fed, width = state.seq_lens + drafts.count, drafts.unfinished.long(), 1
-            self.num_calls += 1
+        key = self._key(state, num_draft_tokens)
+        drafts = self._drafts(state, num_draft_tokens, kept=key is not None)
+        inner_key = getattr(self.drafter, "graph_key", lambda: None)()
+        guess_key = None if None in (key, inner_key) else (key, inner_key)
+        width = None if key is None else self.num_draft_tokens
+        # While graphs are made in advance, no row wants drafts.
+        calls, fewest = 0, 2 if self._target.graphs.warming_up else 0
+        drafts.rows = state
+        self._run("begin", key, drafts.begin)
+        while (missing := drafts.missing()) or calls < fewest:
+            count = width or min(missing - 1, self.num_draft_tokens)
+            self._run("guess", guess_key, partial(self._guess, drafts, count, width))
+            is_first = calls == 0
+            self._run(f"call, first: {is_first}", key, partial(self._score, state, drafts, is_first))
+            calls += 1
+        self.num_calls += calls
         return drafts.proposal()
+
+    def _key(self, state: BatchState, num_draft_tokens: int) -> Hashable | None:
+        """What the steps of a round depend on beside their tensors; None if they are not to be captured."""
+        if not self._target.graphs.enabled or not isinstance(state.rows, slice):
+            return None
+        own = super().graph_key()
+        return None if own is None else (id(self), own, state.key, num_draft_tokens)
+
+    def _run(self, step: str, key: Hashable | None, work: Callable[[], None]) -> None:
+        if key is None:
+            work()
+        else:
+            self._target.graphs.run(("staged", step, key), work)
+
+    def _drafts(self, state: BatchState, num_draft_tokens: int, kept: bool) -> "_Drafts":
+        """Those of a round; the same ones for all that are alike if they are kept."""
+        known = state.kind, num_draft_tokens
+        if not kept or known not in self._kept:
+            drafts = _Drafts(state, num_draft_tokens, self.num_draft_tokens)
+            if not kept:
+                return drafts
+            self._kept[known] = drafts
+        return self._kept[known]
+
+    def _guess(self, drafts: "_Drafts", count: int, width: int | None) -> None:
+        """Have the inner drafter propose at most `count` tokens for each row; for `width` see `_Drafts.guess`."""
+        tokens = self.drafter.propose(drafts.state(), count).tokens if count else drafts.guesses[:, :0]
+        drafts.guess(tokens, width)
+
+    def _score(self, state: BatchState, drafts: "_Drafts", is_first: bool) -> None:
+        """Call the model on what it has not read and the guesses, and have it draw at each of their places."""
+        if is_first:
+            start, fed, width = self._unread(state)
+        else:  # the last draft
+            start, fed, width = state.seq_lens + drafts.count, drafts.unfinished.long(), 1
+        guesses = drafts.guesses
+        num_fed = fed + (guesses >= 0).sum(dim=1)
+        tokens = drafts.read(start, width + guesses.shape[1])
+        logits = self._decode(state, tokens, start, num_fed, extra=drafts.most)
+        at = (fed - 1)[:, None] + torch.arange(guesses.shape[1] + 1, device=fed.device)
+        at = at.clamp(0, logits.shape[1] - 1)[..., None].expand(-1, -1, logits.shape[-1])
+        logits = penalise_drafter(logits.gather(1, at), drafts.state(), [guesses])
+        drafts.append(self._draw(state, logits, drafts.count))
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
         """See `DraftModel`."""
@@ -94,36 +148,42 @@ class StagedDraftModel(DraftModel):
         self.drafter.observe(state, verdict)
 
     def graph_key(self) -> Hashable | None:
-        """None: how many calls are needed depends on the drafts."""
+        """None: how many calls are needed depends on the drafts. Each is captured by itself."""
         return None
-
-    def _guess(self, drafts: "_Drafts", count: int) -> Tensor:
-        """At most `count` tokens of the inner drafter for each row, [B, N] int64, then -1; entered in the drafts' text."""
-        if not count:
-            return drafts.state().tokens[:, :0]
-        return drafts.guess(self.drafter.propose(drafts.state(), count).tokens)
 
 
 class _Drafts:
-    """The drafts of a round as they come, and the text that they make.
+    """The drafts of a round as they come, and the text that they make; of many rounds, one after the other, with CUDA graphs.
 
     Args:
+        state: of some rows.
         most: drafts of a row.
         most_guesses: proposals of the inner drafter at a time.
 
     Attributes:
+        rows: the state of the rows of this round, of the same `kind`.
         count: [B] int64, drafts so far.
+        guesses: [B, N] int64, what the inner drafter has proposed to follow these, then -1.
     """
 
     def __init__(self, state: BatchState, most: int, most_guesses: int) -> None:
-        self._state, self._most = state, most
-        self._text = pad(state.tokens, (0, most + most_guesses))
+        self.rows, self.most = state, most
+        batch, length = state.tokens.shape
+        # Here and below, the last column takes what is to be dropped.
+        self._text = state.tokens.new_zeros(batch, length + most + most_guesses)
+        self._wanted, self.count = torch.zeros_like(state.seq_lens), torch.zeros_like(state.seq_lens)
+        self.guesses = state.tokens.new_zeros(batch, most_guesses)
+        # Tokens, and what the model says of them, by name: [B, most + 1, ...].
+        self._drafts = {"tokens": state.tokens.new_zeros(batch, most + 1)}
+
+    def begin(self) -> None:
+        """A round of these rows begins: there are no drafts."""
+        state = self.rows
+        self._text[:, : state.max_text_length] = state.tokens[:, : state.max_text_length]
         # One more token has to follow the last draft.
-        self._wanted = (state.limits - state.seq_lens - 2).clamp(0, most) * state.active
-        self.count = torch.zeros_like(state.seq_lens)
-        tokens = torch.full((len(self.count), most + 1), -1, device=self.count.device)
-        # Tokens, and what the model says of them, by name: [B, most + 1, ...]. The last column takes what is to be dropped.
-        self._drafts = {"tokens": tokens}
+        self._wanted.copy_((state.limits - state.seq_lens - 2).clamp(0, self.most) * state.active)
+        self.count.zero_()
+        self._drafts["tokens"].fill_(-1)
 
     @property
     def unfinished(self) -> Tensor:
@@ -136,49 +196,54 @@ class _Drafts:
 
     def state(self) -> BatchState:
         """The state as if all drafts stood."""
-        length = self._state.max_text_length + self._most
-        return replace(
-            self._state, tokens=self._text, seq_lens=self._state.seq_lens + self.count, max_text_length=length
-        )
+        length = self.rows.max_text_length + self.most
+        return replace(self.rows, tokens=self._text, seq_lens=self.rows.seq_lens + self.count, max_text_length=length)
 
-    def guess(self, tokens: Tensor) -> Tensor:
-        """Put guesses [B, N] behind the text: those that a row has use for, without columns that are empty in all rows."""
+    def guess(self, tokens: Tensor, width: int | None) -> None:
+        """Put guesses [B, N] behind the text: those that a row has use for.
+
+        Args:
+            width: columns of `guesses`, whose memory stays where it is; None: as many as are not empty in all rows.
+        """
         column = torch.arange(tokens.shape[1], device=tokens.device)
         # The model draws one more than it is given.
         useful = ((tokens >= 0) & (column < (self._wanted - self.count - 1)[:, None])).cumprod(dim=1).bool()
-        tokens = tokens.where(useful, -1)[:, : int(useful.sum(dim=1).max())]
-        self._write(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        return tokens
+        tokens = tokens.where(useful, -1)
+        if width is None:
+            self.guesses = tokens[:, : int(useful.sum(dim=1).max())]
+        else:
+            self.guesses.copy_(pad(tokens, (0, width - tokens.shape[1]), value=-1))
+        self._write(self.guesses, torch.ones_like(self.guesses, dtype=torch.bool))
 
     def read(self, start: Tensor, width: int) -> Tensor:
         """[B, width] int64: the text from these positions on."""
         index = start[:, None] + torch.arange(width, device=start.device)
         return self._text.gather(1, index.clamp(max=self._text.shape[1] - 1))
 
-    def append(self, guesses: Tensor, own: Proposal) -> None:
+    def append(self, own: Proposal) -> None:
         """The model's own tokens [B, N + 1], with what it says of them: those after guesses that it agrees with, and one more."""
-        tokens = own.tokens
+        tokens, guesses = own.tokens, self.guesses
         agreed = ((guesses >= 0) & (guesses == tokens[:, :-1])).long().cumprod(dim=1).sum(dim=1)
         column = torch.arange(tokens.shape[1], device=tokens.device)
         stands = (column <= agreed[:, None]) & self.unfinished[:, None]
-        at = (self.count[:, None] + column).where(stands, self._most)
+        at = (self.count[:, None] + column).where(stands, self.most)
         for name, new in _tensors(own).items():
             if name not in self._drafts:
-                self._drafts[name] = new.new_zeros(len(at), self._most + 1, *new.shape[2:])
+                self._drafts[name] = new.new_zeros(len(at), self.most + 1, *new.shape[2:])
             self._drafts[name].scatter_(1, at if new.dim() == 2 else at[..., None].expand_as(new), new)
         self._write(tokens, stands)
-        self.count = self.count + stands.sum(dim=1)
+        self.count += stands.sum(dim=1)
 
     def proposal(self) -> Proposal:
         """All drafts."""
-        drafts = {name: field[:, : self._most] for name, field in self._drafts.items()}
+        drafts = {name: field[:, : self.most] for name, field in self._drafts.items()}
         stats = RowStats(*(drafts[name] for name in RowStats._fields)) if "lse" in drafts else None
         return Proposal(drafts["tokens"], drafts.get("logits"), stats, drafts.get("confidence"))
 
     def _write(self, tokens: Tensor, where: Tensor) -> None:
         """Put tokens [B, N] behind the text and the drafts so far."""
         column = torch.arange(tokens.shape[1], device=tokens.device)
-        at = (self._state.position + self.count)[:, None] + column
+        at = (self.rows.position + self.count)[:, None] + column
         self._text.scatter_(1, at.where(where, self._text.shape[1] - 1), tokens.clamp(min=0))
 
 
