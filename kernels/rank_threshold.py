@@ -19,9 +19,9 @@ def rank_threshold(logits: Tensor, scale: Tensor | None, top_k: Tensor | None, t
         top_k: [...] int, <= 0 = off; None: off.
         top_p: [...] float, 1 = off; None: off.
     """
-    if logits.device.type != "cpu":
-        return _by_sorting(logits, scale, top_k, top_p)
     size = logits.shape[-1]
+    if logits.device.type != "cpu" or size <= _FEW:
+        return _by_sorting(logits, scale, top_k, top_p)
     rows = logits.detach().reshape(-1, size).numpy()
     options = [(scale, 1.0), (None if top_k is None else top_k.long(), 0), (top_p, 1.0)]
     each = [len(rows) * [off] if value is None else value.flatten().tolist() for value, off in options]
@@ -39,7 +39,7 @@ def _of_row(row: NDArray[Any], scale: float, top_k: int, top_p: float) -> float:
     if not -np.inf < peak < np.inf:  # no distribution
         whole = (torch.tensor([value]) for value in (scale, top_k, top_p))
         return float(_by_sorting(torch.from_numpy(row)[None], *whole))
-    few = np.sort(np.partition(row, size - _FEW)[-_FEW:] if size > _FEW else row)
+    few = np.sort(np.partition(row, size - _FEW)[-_FEW:])
     kept = row
     if limited:
         # Those that tie with the last one stay, too.
