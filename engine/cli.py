@@ -149,7 +149,7 @@ def generate(
     logprobs: options.Logprobs = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
-) -> None:
+) -> int:
     """Continue prompts: from the command line, a file or standard input.
 
     With --json, each prompt gives one line with its index, text, token_ids, finish_reason and stats, and logprobs if asked for.
@@ -189,8 +189,8 @@ def generate(
     llm.check(items, params)
     if len(items) == 1 and not as_json:
         _stream_one(llm, items[0], params)
-    else:
-        _serve(llm, items, params, BATCHES_PER_GROUP * max_batch_size, as_json)
+        return 0
+    return _serve(llm, items, params, BATCHES_PER_GROUP * max_batch_size, as_json)
 
 
 @app.command()
@@ -293,22 +293,22 @@ def _stream_one(llm: "Engine", item: Any, params: "SamplingParams") -> None:
         print(stats_line(output.stats), file=sys.stderr)
 
 
-def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int, as_json: bool) -> None:
-    """Show the prompts' outputs in order, group by group. A prompt that fails leaves the others as they are; if anything else fails,
-    those are shown that have ended.
+def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int, as_json: bool) -> int:
+    """Show the prompts' outputs in order, group by group. If anything but a prompt fails, those are shown that have ended.
 
-    Raises:
-        EngineError: at the end, if the target returned no distribution for some prompts.
+    Returns:
+        The exit status: 1 if the target returned no distribution for some prompts, which harms no others.
     """
-    failed: list[str] = []
+    status = 0
     for start in range(0, len(items), group):
         outputs: Sequence[Output | None]
         failure: BaseException | None = None
         try:
             outputs = llm.generate(items[start : start + group], params, progress=len(items) > 1)
         except InvalidLogitsError as error:
-            outputs = error.outputs
-            failed += [_renumbered(message, start) for message in error.errors.values()]
+            outputs, status = error.outputs, 1
+            for message in error.errors.values():
+                print(f"error: {_renumbered(message, start)}", file=sys.stderr)
         except BaseException as error:  # Ctrl-C, too
             outputs, failure = getattr(error, "outputs", ()), error
         for index, output in enumerate(outputs, start):
@@ -316,8 +316,7 @@ def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int
                 _show(index, output, as_json)
         if failure is not None:
             raise failure
-    if failed:
-        raise EngineError("; ".join(failed))
+    return status
 
 
 def _renumbered(message: str, start: int) -> str:

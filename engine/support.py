@@ -214,7 +214,8 @@ def context_length(config: PretrainedConfig) -> int:
 
 def _stretched(config: PretrainedConfig) -> list[int]:
     """What yarn and linear scaling make of the original lengths, and 0. Many a config that turns one of them on leaves
-    max_position_embeddings as it was. (Not gemma3's, which scales the positions of some layers.)"""
+    max_position_embeddings as it was; where that is the stretched length already, texts may become longer than they should. (Not
+    gemma3's, which scales the positions of some layers.)"""
     yarns = [rope for rope in _ropes(config) if rope.get("rope_type") == "yarn"]
     lengths = [(rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1) for rope in yarns]
     rope = getattr(config, "rope_parameters", None) or {}

@@ -250,7 +250,7 @@ def test_failures_are_numbered_among_all_prompts_and_harm_no_others(
     assert cli.main(["generate", "-t", "model", "--json", "--max-batch-size", "1", *prompts]) == 1
     captured = capsys.readouterr()
     assert [record["index"] for record in json_lines(captured.out)] == [0, 2, 3, 4, 6, 7, 8, 9]
-    assert captured.err == "error: NaN for prompts[1]; NaN for prompts[5]\n"
+    assert captured.err == "error: NaN for prompts[1]\nerror: NaN for prompts[5]\n"
 
 
 def test_a_bad_prompt_is_found_before_any_is_answered(

@@ -59,7 +59,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
             is done. Later, if a file of the work that was done before is damaged.
         OSError: if there is no room for the hidden states, before they are read; or if any file cannot be written. What was
             there is still there then, and the same call goes on from it.
-        EngineError: if the training diverges, or the target can answer no prompt.
+        EngineError: if the training diverges, or the target can answer less than two prompts.
     """
     out = Path(out).expanduser()
     _check_prompts(prompts)
@@ -89,9 +89,11 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
             llm, ids, work / "answers.jsonl", options.temperatures, options.max_new_tokens, options.seed, limit
         )
         del llm  # and the buffers of its batch
-        parts = {"training": _whole(answers[:-held]), "validation": _whole(answers[-held:])}
-        if missing := [name for name, part in parts.items() if not part]:
-            raise EngineError(f"the target's logits are no distribution for any prompt of {missing[0]}")
+        answers = [answer for answer in answers if answer.token_ids]  # else hidden states may be NaN, too
+        if len(answers) < 2:
+            raise EngineError(f"at least 2 prompts must have an answer, one of them for validation, got {len(answers)}")
+        held = min(held, len(answers) - 1)
+        parts = {"training": answers[:-held], "validation": answers[-held:]}
         texts = _kept_texts(target, parts, layers, work, limit)
         if not is_done(work, options.epochs):  # if it is, they may have been deleted, for the room that they take
             room = math.inf if options.max_disk_gb is None else options.max_disk_gb * 1e9
@@ -106,11 +108,6 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         with replacing(out / "README.md") as partial:
             partial.write_text(card(options, parts, log, num_layers), encoding="utf-8")
     return out
-
-
-def _whole(answers: Sequence[Answer]) -> list[Answer]:
-    """Without prompts that the target could not answer: hidden states may be NaN there, too."""
-    return [answer for answer in answers if answer.token_ids]
 
 
 def _settings(options: TrainingOptions, prompts: Sequence[Any]) -> dict[str, Any]:
