@@ -173,7 +173,7 @@ class Engine:
         """Compile kernels and capture CUDA graphs now instead of at the first prompts and rounds of their kind.
 
         All that is captured here is kept: for each pair of a batch size and a length 3 graphs with most drafters, up to 15 with
-        num_draft_tokens="auto". A text that grows goes through the buckets of all lengths up to its own.
+        num_draft_tokens="auto", and up to 50 where a model drafts. A text that grows goes through the buckets of all lengths up to its own.
 
         Args:
             batch_sizes: rows that will decode together; None: `max_batch_size`. For an `exact` engine, all are one.

@@ -69,7 +69,7 @@ class CudaCapture:
 
     Args:
         pool: memory that several graphs share, from `torch.cuda.graph_pool_handle`. What a graph computes on the way may be
-            overwritten by another; its results are not, as they are held.
+            overwritten by another; its results may be by one that was captured before them, and by no later one, as they are held.
         stream: to capture on; one for all graphs of a pool. (torch's own would be that of the first device ever used.)
     """
 
@@ -137,7 +137,8 @@ class Graphs:
     Args:
         make_capture: makes a `Capture` in a pool of memory; None: everything is done eagerly.
         max_graphs: more are not kept, which bounds memory: the least recently used one is forgotten. `warmup` raises it.
-            An exact engine with "auto" has 15 for each bucket of lengths, of which a long text goes through five.
+            An exact engine with "auto" has 15 for each bucket of lengths, and up to 50 where a model drafts; a long text goes
+            through five buckets.
         make_pool: makes a pool.
 
     Attributes:
@@ -180,6 +181,11 @@ class Graphs:
     def enabled(self) -> bool:
         return self._make is not None
 
+    @property
+    def room(self) -> int:
+        """How many may be kept: few, if memory has run out."""
+        return self._max
+
     def __contains__(self, key: Hashable) -> bool:
         """Whether it is captured: the results of `run` lie in one place."""
         return key in self._captured
@@ -206,7 +212,8 @@ class Graphs:
             work: a function of tensors that it reads where they lie.
 
         Returns:
-            What `work` returns. From the second call with a key on, its tensors are overwritten by the next one.
+            What `work` returns. From the second call with a key on, its tensors are overwritten by the next one, and those
+            that it has made itself may be by a replay of any other work.
         """
         if key in self._captured:
             self._captured[key] = capture, result = self._captured.pop(key)

@@ -1,6 +1,6 @@
 """One round, on the device only: propose, verify, commit. Of all that, the host reads nothing but one packed result."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .backend import RowStats, Verdict, verify
 from .drafters.base import Drafter
-from .drafters.proposals import fitted
+from .drafters.proposals import Places, fitted, layout
 from .errors import EngineError
 from .graphs import Graphs
 from .logits_processors import process_logits
@@ -24,7 +24,7 @@ class Round:
     """Runs the rounds of an engine.
 
     With CUDA graphs, which are the target's, the two halves of a round, drafting and verification, are graphs of their own: between
-    them the clock takes the time.
+    them the clock takes the time. A drafter that works on the host has parts of its work captured itself.
 
     Args:
         target: verifies; its cache holds the rows' K/V.
@@ -37,7 +37,7 @@ class Round:
     drafter: Drafter | None
     verification: str
     clock: RoundClock
-    _places: dict[Hashable, Proposal] = field(default_factory=dict, init=False)  # see `_placed`; by `_layout`
+    _places: Places = field(default_factory=Places, init=False)  # see `_placed`
 
     @property
     def graphs(self) -> Graphs:
@@ -86,22 +86,12 @@ class Round:
         return proposal
 
     def _placed(self, proposal: Proposal) -> Proposal:
-        """With CUDA graphs, a copy of the proposal in buffers that serve all proposals of its layout.
+        """With CUDA graphs, a copy of the proposal, without its confidence, where the graph of the verification reads it.
 
-        The graph of the verification reads these buffers. So it needs no twin for each place where a drafter leaves its
-        proposals, which differs from graph to graph of the drafter, and from one eager call to the next.
+        So that needs no twin for each place where a drafter leaves its proposals, which differs from graph to graph of the
+        drafter, and from one eager call to the next.
         """
-        if not self.graphs.enabled:
-            return proposal
-        tokens, logits, stats, _ = proposal
-        key = _layout(proposal)
-        if key not in self._places:
-            copies = RowStats(*map(torch.clone, stats)) if stats is not None else None
-            self._places[key] = Proposal(tokens.clone(), logits.clone() if logits is not None else None, copies)
-        place = self._places[key]
-        for mine, new in zip(_tensors(place), _tensors(proposal), strict=True):
-            mine.copy_(new)
-        return place
+        return self._places.copy(proposal._replace(confidence=None)) if self.graphs.enabled else proposal
 
     def _verify(self, state: BatchState, proposal: Proposal) -> tuple[Verdict, Tensor]:
         def work() -> tuple[Verdict, Tensor]:
@@ -109,19 +99,8 @@ class Round:
 
         if state.processors or not self.graphs.enabled:  # on the host, or nothing to capture with
             return work()
-        result: tuple[Verdict, Tensor] = self.graphs.run(("verify", state.key, _layout(proposal)), work)
+        result: tuple[Verdict, Tensor] = self.graphs.run(("verify", state.key, layout(proposal)), work)
         return result
-
-
-def _tensors(proposal: Proposal) -> list[Tensor]:
-    """What verification reads of a proposal: all but its confidence."""
-    found = proposal.tokens, proposal.logits, *(proposal.stats or ())
-    return [tensor for tensor in found if tensor is not None]
-
-
-def _layout(proposal: Proposal) -> Hashable:
-    """Shapes and dtypes of these tensors: proposals that are alike in them are the same work to verify."""
-    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors(proposal))
 
 
 def verify_and_commit(

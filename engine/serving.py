@@ -117,7 +117,7 @@ class Server:
         rounds = [0, 0]
         for number in drafts:
             rounds += 4 * [number]  # in the first of them, a drafter may have more to read than in the others
-        stages = [stage for stage in stages_of(self._round.drafter) if hasattr(stage, "graph_key")]
+        stages = [stage for stage in stages_of(self._round.drafter) if not getattr(stage, "reads_own_texts", False)]
         reads = any(isinstance(getattr(stage, "ragged", None), RaggedModel) for stage in stages)
         if 0 in possible and reads:
             # What a model that drafts has to make up for is another graph behind one round without drafts, ...
@@ -136,6 +136,7 @@ class Server:
         if self._device.type == "cpu":
             return
         self._slots.reserve(text_length)
+        most = self._state.tokens.shape[1] - 1  # what lies behind is no text
         for slot, power in itertools.product(
             range(min(2, self._config.max_batch_size)), range(text_length.bit_length())
         ):
@@ -146,7 +147,7 @@ class Server:
                 with on_device(self._device):
                     tokens = torch.zeros(1, width, dtype=torch.int64, device=self._device)
                     self._round.target.prefill(tokens, [(0, width)], rows)
-                    state = replace(self._slots.select(rows, [request]), prompt_lengths=(width + 1,))
+                    state = replace(self._slots.select(rows, [request]), prompt_lengths=(min(width + 1, most),))
                     for stage in stages_of(self._round.drafter):
                         if isinstance(getattr(stage, "ragged", None), RaggedModel):
                             stage.prefill(state)

@@ -98,13 +98,9 @@ class BatchState:
     @cached_property
     def key(self) -> tuple[int, ...]:
         """What work on this state depends on beside its tensors, as far as a CUDA graph of it fixes that; `processors` apart."""
-        return (self.max_text_length, *self.kind)
-
-    @cached_property
-    def kind(self) -> tuple[int, ...]:
-        """The `key` of rows whatever the length of their texts."""
         rows = (self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else (-1, self.rows.data_ptr())
-        return (*rows, self.filtered, self.penalised, self.logprobs, self.all_greedy, self.coupled)
+        flags = self.filtered, self.penalised, self.logprobs, self.all_greedy, self.coupled
+        return (*rows, self.max_text_length, *flags)
 
     @property
     def slots(self) -> list[int]:

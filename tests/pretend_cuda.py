@@ -3,8 +3,8 @@
 Tensors of the device hold their data on the CPU and say that they are on `cuda:0`. What a real device would refuse fails here too:
 an operation on tensors of both devices, a kernel that is given the host's memory, and, while a graph is captured, reading values
 or copying from the host. A captured graph is a log of operations and of launches (in Triton's interpreter); capturing changes
-nothing, and replaying it fills the tensors that it left. What is not seen: compiled code, the order of streams, a pool's memory
-that is used again, and time.
+nothing, and replaying it fills the tensors that it left, and spoils those of graphs that were captured later, as these may lie where
+it works. What is not seen: compiled code, the order of streams, and time.
 
 `pretended()` turns it on.
 """
@@ -84,8 +84,7 @@ def pretended() -> Iterator[Device]:
 
         def replay(self) -> None:
             assert self.log is not None, "a graph that was not captured"
-            for step in self.log.steps:
-                step()
+            device.replay(self.log)
 
     @contextmanager
     def capture(
@@ -97,7 +96,7 @@ def pretended() -> Iterator[Device]:
             yield
         finally:
             device.capturing = None
-            log.end()
+            device.has_captured(log)
         graph.log = log
 
     launch, builder = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder

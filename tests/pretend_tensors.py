@@ -1,5 +1,6 @@
 """Tensors of the pretended device, what is done with them, and the log of that which a captured graph is; see pretend_cuda.py."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -79,11 +80,24 @@ class Device:
     def __init__(self) -> None:
         self.waits = self.launches = 0
         self.capturing: Log | None = None
+        self._captured: list[weakref.ref[Log]] = []  # in the order in which they were
 
     def wait(self, what: str) -> None:
         if self.capturing is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
         self.waits += 1
+
+    def has_captured(self, log: "Log") -> None:
+        log.end()
+        self._captured.append(weakref.ref(log))
+
+    def replay(self, log: "Log") -> None:
+        """Do its work. What graphs that were captured later have made may lie where this one works, as they share a pool."""
+        known = [found for each in self._captured if (found := each()) is not None]
+        for later in known[known.index(log) + 1 :]:
+            later.spoil()
+        for step in log.steps:
+            step()
 
     def from_host(self, tensor: torch.Tensor) -> None:
         """A copy of it to the device begins; one from memory that is not pinned waits."""
@@ -117,6 +131,10 @@ class Log:
         """Nothing has been done yet."""
         for whole, old in self._before.values():
             whole.copy_(old)
+        self.spoil()
+
+    def spoil(self) -> None:
+        """All memory that it has made holds something else."""
         for whole in self._own.values():
             whole.fill_(0x5A)
 

@@ -308,6 +308,11 @@ def test_as_many_steps_as_the_targets_tokens_are_long() -> None:
         def follow(self, state: Any) -> list[Translation]:
             return [text]
 
+        warming_up = False
+
+        def captures(self, state: Any) -> bool:
+            return False
+
         def begin(self, *_: Any) -> None: ...
 
         def end(self, fed: Any) -> None: ...

@@ -329,6 +329,20 @@ def test_a_model_is_captured_between_the_hosts_looks(device: Device, name: str, 
     assert texts[0] == texts[1] and drafts[0] == drafts[1]
 
 
+@pytest.mark.parametrize("name", ["staged", "text read anew"])
+def test_a_model_that_cannot_be_captured_runs_eagerly_behind_a_warm_up(device: Device, name: str) -> None:
+    params, texts = engine.SamplingParams(max_new_tokens=6), []
+    for where in ("cpu", "cuda"):
+        model = tiny("llama", dtype=torch.float32, max_position_embeddings=64).to(where)
+        drafter = ON_THE_HOST_WITH_A_MODEL[name](model, moved_ids(model, 4))
+        llm = engine.load(model, drafter=drafter, num_draft_tokens=3, max_batch_size=2, exact=False)
+        drafter.ragged.capturable = False
+        llm.warmup(batch_sizes=[2], text_lengths=[20])
+        assert not [key for key in llm._target.graphs._seen if key[0] in ("staged", "own texts")]
+        texts.append([output.token_ids for output in llm.generate(PROMPTS, params)])
+    assert texts[0] == texts[1]
+
+
 QUICK = ("ngram", "medusa")
 
 
@@ -480,6 +494,17 @@ def test_a_graph_does_nothing_until_it_is_replayed(device: Device) -> None:
     for _ in range(2):
         graph.replay()
     assert total.tolist() == [2, 10] and result.tolist() == [4, 20]
+
+
+def test_a_result_is_gone_when_an_earlier_graph_is_replayed(device: Device) -> None:
+    """It may lie where that one works."""
+    ours, graphs = torch.ones(3, device="cuda"), Graphs.for_device(torch.device("cuda", 0))
+    for _ in range(2):
+        first = graphs.run("first", lambda: ours + 1)
+    for _ in range(2):
+        second = graphs.run("second", lambda: ours + 2)
+    assert first.tolist() == [2, 2, 2] and second.tolist() == [3, 3, 3]
+    assert graphs.run("first", lambda: None).tolist() == [2, 2, 2] and second.tolist() != [3, 3, 3]
 
 
 def test_nothing_is_left_of_it() -> None:

@@ -19,7 +19,7 @@ from ..state import BatchState, Proposal, Verdict
 from ..transfers import to_device
 from .model import DraftModel
 from .own_texts import OwnTexts, Translation
-from .proposals import side_by_side
+from .proposals import Places, side_by_side
 from .vocabulary import SharedVocabulary
 
 
@@ -42,11 +42,14 @@ class IntersectionDraftModel(DraftModel):
         ValueError: for a tokenizer that is none; by `attach`, for vocabularies that share nothing.
     """
 
+    reads_own_texts = True  # what it has not read shows in its own tokens
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any, target_tokenizer: Any, greedy: bool = False) -> None:
         check_tokenizers(tokenizer, target_tokenizer)
         super().__init__(model, tokenizer, greedy)
         self.target_tokenizer = target_tokenizer
         self._own: OwnTexts
+        self._places = Places()
 
     def attach(self, target: RaggedModel) -> None:
         """Compare the vocabularies, and make a cache for the target's slots."""
@@ -82,7 +85,7 @@ class IntersectionDraftModel(DraftModel):
                     logits = self._own.after_drafts(self._in_own_ids(steps[-1].tokens), step)
                 shared = penalise_drafter(self._in_target_ids(logits), state, [each.tokens for each in steps])
                 steps.append(self._draw(state, shared, step))
-            return side_by_side(steps)
+            return self._places.copy(side_by_side(steps))
 
         self._own.begin(state, texts, num_draft_tokens)
         proposal = self._own.run(state, num_draft_tokens, work)

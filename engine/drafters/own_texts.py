@@ -101,7 +101,8 @@ class OwnTexts:
         # tokens of the text are in the cache, its length, and the tokens that are not.
         self._slots: list[int | None] = []
         self._rows: slice | Tensor = slice(0, 0)
-        self._told = self._fed = torch.empty(0, 0)
+        self._told = torch.empty(0, 0)
+        self._fed: Tensor | list[list[int]] = []
         self._longest = 0  # no text is longer; in a captured round no text with its drafts
         self._captured = False
         self._places: dict[torch.Size, Tensor] = {}  # where graphs find what they are told, by its shape
@@ -124,6 +125,10 @@ class OwnTexts:
         self._reserve(max(map(len, prompts)))
         self._read(state.slots, prompts, state.rows)
 
+    def captures(self, state: BatchState) -> bool:
+        """Whether `run` captures the work of a round of these rows."""
+        return self._target.graphs.enabled and self._ragged.capturable and isinstance(state.rows, slice)
+
     def follow(self, state: BatchState) -> list[Translation | None]:
         """The text of each row by now; None for rows that are not active."""
         lengths = ((state.seq_lens + 1) * state.active).tolist()  # 0: not active
@@ -145,9 +150,10 @@ class OwnTexts:
         starts = [min(self._num_cached(slot, row), max(len(row) - 1, 0)) for slot, row in zip(slots, ids, strict=True)]
         missing = [row[start:] for row, start in zip(ids, starts, strict=True)]
         width = max(1, *map(len, missing))
-        self._captured = self._target.graphs.enabled and self._ragged.capturable and isinstance(state.rows, slice)
+        self._captured = self.captures(state)
         if self._captured:  # few different numbers, for few graphs
-            self._longest = max(bucket(self._longest + num_steps, _SHORTEST), state.max_text_length)
+            longest = max(bucket(self._longest + num_steps, _SHORTEST), state.max_text_length)
+            self._longest = min(longest, self._ragged.cache.capacity)
             width = bucket(width, _NARROWEST)
         told = zip(starts, map(len, ids), missing, strict=True)
         self._told = self._padded([[start, length, *row] for start, length, row in told], 2 + width)
@@ -162,7 +168,7 @@ class OwnTexts:
         """Have the device do its work of the round that has begun: a function of tensors, by `after_text` and `after_drafts`.
 
         Returns:
-            What `work` returns. With CUDA graphs, its tensors are overwritten by the next round.
+            What `work` returns. With CUDA graphs, the next one that is replayed may overwrite its tensors, whichever that is.
         """
         if not self._captured:
             return work()
@@ -182,17 +188,18 @@ class OwnTexts:
         length = self._told[:, 1]
         return self._ragged.decode(tokens, length + count - 1, (length > 0).long(), self._rows, self._longest + count)
 
-    def end(self, fed: Tensor) -> None:
-        """The round is over, and has fed these tokens behind the texts, [B, N] int64; they are read in the next round."""
+    def end(self, fed: Tensor | list[list[int]]) -> None:
+        """The round is over, and has fed these tokens behind the texts, [B, N] int64. A tensor is not read before the next round."""
         self._fed = fed
 
     def _settle(self) -> None:
         """Take down what the last round has fed."""
-        if self._fed.shape[1]:
-            for slot, row in zip(self._slots, self._fed.tolist(), strict=True):
+        fed, self._fed = self._fed, []
+        if len(fed):
+            rows = fed.tolist() if isinstance(fed, Tensor) else fed
+            for slot, row in zip(self._slots, rows, strict=True):
                 if slot is not None:
                     self._cached[slot] += row
-        self._fed = self._fed[:, :0]
 
     def _read(
         self, slots: Sequence[int], texts: Sequence[list[int]], rows: slice | Tensor, at_most: int | None = None
@@ -214,6 +221,7 @@ class OwnTexts:
 
     def _reserve(self, length: int) -> None:
         if length > self._ragged.cache.capacity:
+            self._target.graphs.clear()  # before buffers move, as some may when memory runs out
             self._ragged.cache.reserve(length + length // 4)  # growing copies, so not each time
 
     def _padded(self, rows: Sequence[list[int]], width: int) -> Tensor:

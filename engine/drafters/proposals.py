@@ -1,6 +1,6 @@
 """What proposals are made of: the likeliest tokens and how sure they are, steps side by side, one proposal out of several."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,38 @@ def any_reaches(reach: Tensor, state: BatchState, min_reach: float) -> bool:
 def nothing(state: BatchState) -> Proposal:
     """The empty proposal."""
     return Proposal(state.tokens[:, :0])
+
+
+class Places:
+    """Buffers in which proposals lie for CUDA graphs: one that reads them finds all of a layout in the same place, and those that
+    write them keep no memory for them. They are made by the first, eager call of work that is captured later.
+    """
+
+    def __init__(self) -> None:
+        self._by_layout: dict[Hashable, Proposal] = {}
+
+    def copy(self, proposal: Proposal) -> Proposal:
+        """A copy, which the next one of its layout overwrites."""
+        key = layout(proposal)
+        if key not in self._by_layout:
+            tokens, logits, stats, sure = proposal
+            copies = RowStats(*map(torch.clone, stats)) if stats is not None else None
+            others = (None if value is None else value.clone() for value in (logits, sure))
+            self._by_layout[key] = Proposal(tokens.clone(), next(others), copies, next(others))
+        place = self._by_layout[key]
+        for mine, new in zip(_tensors(place), _tensors(proposal), strict=True):
+            mine.copy_(new)
+        return place
+
+
+def layout(proposal: Proposal) -> Hashable:
+    """Shapes and dtypes of its tensors: proposals that are alike in them are the same work to verify."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors(proposal))
+
+
+def _tensors(proposal: Proposal) -> list[Tensor]:
+    found = proposal.tokens, proposal.logits, *(proposal.stats or ()), proposal.confidence
+    return [tensor for tensor in found if tensor is not None]
 
 
 def side_by_side(steps: Sequence[Proposal]) -> Proposal:

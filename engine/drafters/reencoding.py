@@ -42,6 +42,8 @@ class ReencodingDraftModel:
         ValueError: for a `model` that is no `PreTrainedModel`, or a tokenizer that is none.
     """
 
+    reads_own_texts = True  # what it has not read shows in its own tokens
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any, target_tokenizer: Any) -> None:
         check_instance("model", model, PreTrainedModel)
         check_tokenizers(tokenizer, target_tokenizer)
@@ -78,6 +80,8 @@ class ReencodingDraftModel:
         num_steps = max(counts)
         if not num_steps and self._own.warming_up:  # of no text, as graphs are made in advance
             num_steps = num_draft_tokens + 1
+        if self._own.captures(state):
+            num_steps += num_steps % 2  # few different numbers, for few graphs
 
         def work() -> Tensor:
             steps = [self._own.after_text().argmax(dim=-1)]
@@ -89,8 +93,8 @@ class ReencodingDraftModel:
         if num_steps:
             self._own.begin(state, texts, num_steps)
             tokens = self._own.run(state, num_steps, work)
-            self._own.end(tokens[:, :-1])
             continuations = tokens.tolist()
+            self._own.end([row[:-1] for row in continuations])
         rows = []
         for text, count, continuation in zip(texts, counts, continuations, strict=True):
             drafts = self._in_target_ids(text, continuation[:count]) if text is not None and count else []

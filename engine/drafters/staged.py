@@ -23,6 +23,8 @@ from .base import Drafter
 from .model import DraftModel
 from .ngram import NGramDrafter
 
+_PARTS = 5  # graphs of a round: its beginning, guesses, two kinds of calls, and the verification
+
 
 class StagedDraftModel(DraftModel):
     """Drafts what `DraftModel` would draft, token for token, in fewer calls of the model.
@@ -66,7 +68,7 @@ class StagedDraftModel(DraftModel):
         self.drafter, self.num_draft_tokens = drafter, num_draft_tokens
         self.num_calls = 0  # of the draft model, for drafting
         self._target: RaggedModel
-        self._kept: dict[Hashable, _Drafts] = {}  # that graphs work on, by the kind of rows and the number of drafts
+        self._kept: dict[Hashable, _Drafts] = {}  # that graphs work on, see `_drafts`
 
     def attach(self, target: RaggedModel) -> None:
         """See `DraftModel`."""
@@ -81,30 +83,34 @@ class StagedDraftModel(DraftModel):
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw tokens, each row under its own temperature and filters, until every row has as many as it has room for."""
-        key = self._key(state, num_draft_tokens)
-        drafts = self._drafts(state, num_draft_tokens, kept=key is not None)
+        captured = self._captures(state)
+        key = (id(self), state.key, num_draft_tokens, self.ragged.cache.capacity) if captured else None
+        drafts = self._drafts(state, num_draft_tokens, captured)
         inner_key = getattr(self.drafter, "graph_key", lambda: None)()
         guess_key = None if None in (key, inner_key) else (key, inner_key)
-        width = None if key is None else self.num_draft_tokens
+        first_key = None if key is None else (key, self._made_up_for)
+        width = self.num_draft_tokens if captured else None
         # While graphs are made in advance, no row wants drafts.
-        calls, fewest = 0, 2 if self._target.graphs.warming_up else 0
+        calls, fewest = 0, 2 if captured and self._target.graphs.warming_up else 0
         drafts.rows = state
         self._run("begin", key, drafts.begin)
         while (missing := drafts.missing()) or calls < fewest:
             count = width or min(missing - 1, self.num_draft_tokens)
             self._run("guess", guess_key, partial(self._guess, drafts, count, width))
-            is_first = calls == 0
-            self._run(f"call, first: {is_first}", key, partial(self._score, state, drafts, is_first))
+            if not calls:
+                self._run("first call", first_key, partial(self._score, state, drafts, is_first=True))
+            else:
+                self._run("later call", key, partial(self._score, state, drafts, is_first=False))
             calls += 1
         self.num_calls += calls
         return drafts.proposal()
 
-    def _key(self, state: BatchState, num_draft_tokens: int) -> Hashable | None:
-        """What the steps of a round depend on beside their tensors; None if they are not to be captured."""
-        if not self._target.graphs.enabled or not isinstance(state.rows, slice):
-            return None
-        own = super().graph_key()
-        return None if own is None else (id(self), own, state.key, num_draft_tokens)
+    def _captures(self, state: BatchState) -> bool:
+        """Whether the steps of a round of these rows are captured."""
+        graphs = self._target.graphs
+        if not graphs.enabled or graphs.room < _PARTS or not isinstance(state.rows, slice):
+            return False
+        return super().graph_key() is not None
 
     def _run(self, step: str, key: Hashable | None, work: Callable[[], None]) -> None:
         if key is None:
@@ -114,13 +120,14 @@ class StagedDraftModel(DraftModel):
 
     def _drafts(self, state: BatchState, num_draft_tokens: int, kept: bool) -> "_Drafts":
         """Those of a round; the same ones for all that are alike if they are kept."""
-        known = state.kind, num_draft_tokens
-        if not kept or known not in self._kept:
-            drafts = _Drafts(state, num_draft_tokens, self.num_draft_tokens)
-            if not kept:
-                return drafts
-            self._kept[known] = drafts
-        return self._kept[known]
+        if not kept:
+            self._kept.clear()
+            return _Drafts(state, num_draft_tokens, self.num_draft_tokens)
+        # What decides which tensors there are, of which shape and dtype.
+        like = len(state.seq_lens), num_draft_tokens, state.all_greedy, state.coupled, state.penalised
+        if like not in self._kept:
+            self._kept[like] = _Drafts(state, num_draft_tokens, self.num_draft_tokens)
+        return self._kept[like]
 
     def _guess(self, drafts: "_Drafts", count: int, width: int | None) -> None:
         """Have the inner drafter propose at most `count` tokens for each row; for `width` see `_Drafts.guess`."""
@@ -161,7 +168,7 @@ class _Drafts:
         most_guesses: proposals of the inner drafter at a time.
 
     Attributes:
-        rows: the state of the rows of this round, of the same `kind`.
+        rows: the state of the rows of this round, which are as many.
         count: [B] int64, drafts so far.
         guesses: [B, N] int64, what the inner drafter has proposed to follow these, then -1.
     """
