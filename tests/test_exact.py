@@ -33,7 +33,7 @@ QUESTIONS = [
     "List the days of the week, then list the days of the week backwards.",
 ]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
-NEW = 64
+NEW = 48
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:

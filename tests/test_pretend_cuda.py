@@ -307,15 +307,13 @@ def test_a_model_is_captured_between_the_hosts_looks(device: Device, name: str, 
         model = tiny("llama", dtype=torch.float32, max_position_embeddings=64).to(where)
         draft = perturbed(model, 0.05)
         drafter = ON_THE_HOST_WITH_A_MODEL[name](draft, moved_ids(draft, 4))
-        llm = engine.load(model, drafter=drafter, num_draft_tokens=4, max_batch_size=2, exact=False)
-        llm.warmup(batch_sizes=[1, 2], text_lengths=[20], params=params)
+        llm = engine.load(model, drafter=drafter, num_draft_tokens=4, max_batch_size=1, exact=False)
+        llm.warmup(text_lengths=[20], params=params)
         propose, decode, proposed, called = drafter.propose, drafter.ragged.decode, [], []
 
         def noted(state: Any, count: int, propose: Any = propose, proposed: Any = proposed) -> Any:
             proposal = propose(state, count)
-            proposed.append(
-                [row for row, on in zip(proposal.tokens.tolist(), state.active.tolist(), strict=True) if on]
-            )
+            proposed.append(proposal.tokens.tolist())
             return proposal
 
         def counted(*given: Any, decode: Any = decode, called: Any = called) -> Any:
@@ -323,23 +321,22 @@ def test_a_model_is_captured_between_the_hosts_looks(device: Device, name: str, 
             return decode(*given)
 
         drafter.propose, drafter.ragged.decode = noted, counted
-        texts.append([output.token_ids for output in llm.generate(PROMPTS, params)])
+        texts.append(llm.generate(PROMPTS[0], params).token_ids)
         drafts.append(proposed[:3])  # before a text's end, where fewer drafts are asked for
-        assert llm.stats.accepted_tokens > 5 and bool(called) == (where == "cpu")
+        assert llm.stats.accepted_tokens > 2 and bool(called) == (where == "cpu")
     assert texts[0] == texts[1] and drafts[0] == drafts[1]
 
 
-@pytest.mark.parametrize("name", ["staged", "text read anew"])
-def test_a_model_that_cannot_be_captured_runs_eagerly_behind_a_warm_up(device: Device, name: str) -> None:
+def test_a_model_that_cannot_be_captured_runs_eagerly_behind_a_warm_up(device: Device) -> None:
     params, texts = engine.SamplingParams(max_new_tokens=6), []
     for where in ("cpu", "cuda"):
         model = tiny("llama", dtype=torch.float32, max_position_embeddings=64).to(where)
-        drafter = ON_THE_HOST_WITH_A_MODEL[name](model, moved_ids(model, 4))
-        llm = engine.load(model, drafter=drafter, num_draft_tokens=3, max_batch_size=2, exact=False)
+        drafter = engine.StagedDraftModel(model)
+        llm = engine.load(model, drafter=drafter, num_draft_tokens=3, max_batch_size=1, exact=False)
         drafter.ragged.capturable = False
-        llm.warmup(batch_sizes=[2], text_lengths=[20])
-        assert not [key for key in llm._target.graphs._seen if key[0] in ("staged", "own texts")]
-        texts.append([output.token_ids for output in llm.generate(PROMPTS, params)])
+        llm.warmup(text_lengths=[20])
+        assert not [key for key in llm._target.graphs._seen if key[0] == "staged"]
+        texts.append(llm.generate(PROMPTS[0], params).token_ids)
     assert texts[0] == texts[1]
 
 
