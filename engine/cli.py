@@ -299,23 +299,27 @@ def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int
     Returns:
         The exit status: 1 if the target returned no distribution for some prompts, which harms no others.
     """
+    from tqdm import tqdm
+
     status = 0
-    for start in range(0, len(items), group):
-        outputs: Sequence[Output | None]
-        failure: BaseException | None = None
-        try:
-            outputs = llm.generate(items[start : start + group], params, progress=len(items) > 1)
-        except InvalidLogitsError as error:
-            outputs, status = error.outputs, 1
-            for message in error.errors.values():
-                print(f"error: {_renumbered(message, start)}", file=sys.stderr)
-        except BaseException as error:  # Ctrl-C, too
-            outputs, failure = getattr(error, "outputs", ()), error
-        for index, output in enumerate(outputs, start):
-            if output is not None:
-                _show(index, output, as_json)
-        if failure is not None:
-            raise failure
+    with tqdm(total=len(items), unit="prompt", desc="all", disable=len(items) <= group) as bar:
+        for start in range(0, len(items), group):
+            outputs: Sequence[Output | None]
+            failure: BaseException | None = None
+            try:
+                outputs = llm.generate(items[start : start + group], params, progress=len(items) > 1)
+            except InvalidLogitsError as error:
+                outputs, status = error.outputs, 1
+                for message in error.errors.values():
+                    bar.write(f"error: {_renumbered(message, start)}", file=sys.stderr)
+            except BaseException as error:  # Ctrl-C, too
+                outputs, failure = getattr(error, "outputs", ()), error
+            for index, output in enumerate(outputs, start):
+                if output is not None:
+                    _show(index, output, as_json)
+            if failure is not None:
+                raise failure
+            bar.update(len(outputs))
     return status
 
 

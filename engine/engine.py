@@ -110,7 +110,8 @@ class Engine:
 
         Args:
             prompts: text, token ids or chat messages, or a list of these. Ids may come in a list, a 1-D tensor or array, or as a
-                tokenizer returns them for one text. A chat that ends in a message of the assistant is continued there.
+                tokenizer returns them; what it returns for several texts is a list of prompts. A chat that ends in a message of
+                the assistant is continued there.
             params: for all prompts, or one for each; None: the defaults.
             progress: show a bar on stderr (that of rank 0, under tensor parallelism).
 

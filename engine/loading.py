@@ -144,7 +144,7 @@ def _stages(drafter: Any) -> list[Any]:
     parts = split_stages(str(drafter)) if isinstance(drafter, str) else [str(drafter)]
     if not all(parts):
         raise ValueError(f"drafter must be a name, a hub id or a path, also behind a '+', got {drafter!r}")
-    stages = [named(part, in_cascade=len(parts) > 1) for part in parts]
+    stages = [named(part, before_another=number < len(parts)) for number, part in enumerate(parts, 1)]
     for stage in stages:
         if isinstance(stage, str):
             check_checkpoint(stage.removeprefix(STAGED), "drafter")

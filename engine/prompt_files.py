@@ -27,8 +27,10 @@ def read_prompts(arguments: list[str], file: str | None) -> list[str]:
         raise ValueError(f"{file} must hold at least one prompt, but it is empty")
     if file.endswith(".jsonl") or isinstance(_parse(lines[0][1]), dict):
         return [_prompt_of(line, f"{file}:{number}") for number, line in lines]
-    if isinstance(_parse("\n".join(line for _, line in lines)), list):
-        raise ValueError(f"{file} must hold a prompt per line, or a JSON object per line, got one JSON list")
+    whole = _parse("\n".join(line for _, line in lines))
+    if isinstance(whole, list | dict):
+        got = "list" if isinstance(whole, list) else "object of several lines"
+        raise ValueError(f"{file} must hold a prompt per line, or a JSON object per line, got one JSON {got}")
     return [line for _, line in lines]
 
 
@@ -46,6 +48,8 @@ def read_lines(file: str) -> list[str]:
     else:
         try:
             text = Path(file).expanduser().read_bytes().decode("utf-8-sig")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"prompts must be in a file, got {file!r}, which does not exist") from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} must be UTF-8 text: {error}") from error
     return [line.removesuffix("\r") for line in text.split("\n")]

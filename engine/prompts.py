@@ -11,12 +11,14 @@ _COMPOSED = (str, list, tuple, dict, BatchEncoding)  # what is no token id, and 
 def split(prompts: Any) -> tuple[list[Any], bool]:
     """A list of prompts, and whether only one was given.
 
-    A string, ids (in a list, a tensor, an array or what a tokenizer returns) and a list of chat messages are one prompt; a list of
-    prompts is several.
+    A string, ids (in a list, a tensor, an array or what a tokenizer returns for one text) and a list of chat messages are one prompt;
+    a list of prompts is several, and so is what a tokenizer returns for several texts.
 
     Raises:
         ValueError: for an empty list, or what is no prompt at all.
     """
+    if isinstance(prompts, BatchEncoding) and (several := _of_several_texts(prompts)):
+        return several, False
     if isinstance(prompts, str | BatchEncoding) or _is_array(prompts):
         return [prompts], True
     if not isinstance(prompts, list | tuple):
@@ -83,6 +85,16 @@ def _unpadded(encoding: BatchEncoding) -> Any:
     if mask is None or ids is None or len(ids) != len(mask):
         return ids
     return [token for token, seen in zip(_listed(ids), _listed(mask), strict=True) if seen]
+
+
+def _of_several_texts(encoding: BatchEncoding) -> list[BatchEncoding]:
+    """What a tokenizer returns for several texts, text by text; empty for one."""
+    ids: Any = encoding.get("input_ids")
+    batch = ids.ndim == 2 if _is_array(ids) else isinstance(ids, list) and all(isinstance(row, list) for row in ids)
+    if not batch or len(ids) < 2:
+        return []
+    fields = {name: encoding[name] for name in ("input_ids", "attention_mask") if name in encoding}
+    return [BatchEncoding({name: rows[index] for name, rows in fields.items()}) for index in range(len(ids))]
 
 
 def _of_one_text(values: Any) -> Any:

@@ -207,7 +207,7 @@ def test_kernels_without_triton(target: PreTrainedModel, monkeypatch: pytest.Mon
         (torch.ones(2), r"prompts\[0\] must hold token ids .* got 1.0"),
         (np.array(["a"]), r"prompts\[0\] must hold token ids .* got 'a'"),
         (torch.tensor(3), "prompts must be a string.* got Tensor"),
-        (BatchEncoding({"input_ids": [[1, 2], [3]]}), r"prompts\[0\] must hold token ids .* got \[1, 2\]"),
+        ([BatchEncoding({"input_ids": [[1, 2], [3]]})], r"prompts\[0\] must hold token ids .* got \[1, 2\]"),
         (BatchEncoding({}), r"prompts\[0\] must be a string, token ids or chat messages, got NoneType"),
         ([1] * CONTEXT, rf"prompts\[0\] has {CONTEXT} tokens; at most {CONTEXT - 1}"),
         ("text", r"prompts\[0\] is text, which needs a tokenizer"),

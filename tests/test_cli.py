@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -178,9 +179,10 @@ def test_prompts_from_stdin(engines: list[FakeEngine], monkeypatch: pytest.Monke
         ("generate -t model --max-new-tokens 0 x", 2, "max_new_tokens must be >= 1"),
         ("generate -t model --top-k many x", 2, "--top-k"),
         ("generate -t model --unheard-of x", 2, "--unheard-of"),
-        ("generate -t model -f missing.txt", 2, "missing.txt"),
+        ("generate -t model -f missing.txt", 2, "prompts must be in a file, got 'missing.txt', which does not exist"),
         ("generate -t model -f {bad} ", 2, 'bad.jsonl:2 must be a JSON object with a string "prompt"'),
         ("generate -t model -f {empty}", 2, "must hold at least one prompt"),
+        ("generate -t model -f {object}", 2, "or a JSON object per line, got one JSON object of several"),
         ("generate -t model -f {list}", 2, "must hold a prompt per line, or a JSON object per line, got one JSON list"),
         ("generate -t model -f {empty} x", 2, "not both"),
         ("generate -t model -f {latin}", 2, "latin.txt must be UTF-8 text"),
@@ -204,6 +206,8 @@ def test_bad_input_gives_one_line(
     files = {"bad": tmp_path / "bad.jsonl", "empty": tmp_path / "empty.txt", "folder": tmp_path}
     files |= {"latin": tmp_path / "latin.txt", "deep": tmp_path / "deep.jsonl", "list": tmp_path / "list.json"}
     files["list"].write_text('[\n {"prompt": "one"},\n {"prompt": "two"}\n]\n')
+    files["object"] = tmp_path / "object.json"
+    files["object"].write_text('{\n "prompt": "one"\n}\n')
     files["latin"].write_bytes(b"caf\xe9\n")
     files["deep"].write_text("[" * 100_000 + "]" * 100_000 + "\n")
     files["bad"].write_text('{"prompt": "one"}\n{"prompt": 2}\n')
@@ -250,7 +254,8 @@ def test_failures_are_numbered_among_all_prompts_and_harm_no_others(
     assert cli.main(["generate", "-t", "model", "--json", "--max-batch-size", "1", *prompts]) == 1
     captured = capsys.readouterr()
     assert [record["index"] for record in json_lines(captured.out)] == [0, 2, 3, 4, 6, 7, 8, 9]
-    assert captured.err == "error: NaN for prompts[1]\nerror: NaN for prompts[5]\n"
+    assert re.findall("error: .*", captured.err) == ["error: NaN for prompts[1]", "error: NaN for prompts[5]"]
+    assert "10/10" in captured.err
 
 
 def test_a_bad_prompt_is_found_before_any_is_answered(

@@ -57,6 +57,8 @@ def test_lookup_in_a_cascade_wants_three_tokens(target: PreTrainedModel, name: s
     first = engine.load(target, drafter=f"{name}+layer_skip:1").drafter.stages[0]
     assert isinstance(alone, engine.NGramDrafter | engine.SuffixDrafter) and type(first) is type(alone)
     assert (alone.min_ngram, first.min_ngram) == (1, 3)
+    lookups = engine.load(target, drafter=f"{name}+ngram").drafter.stages
+    assert [stage.min_ngram for stage in lookups] == [3, 1]
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,16 @@ def test_calls_of_tools_need_no_content(target: PreTrainedModel) -> None:
         assert found == "user: 1+1?\nassistant: <add>\ntool: 2\n"
 
 
+@pytest.mark.parametrize("tensors", [None, "pt"])
+def test_what_a_tokenizer_returns_for_several_texts(target: PreTrainedModel, tensors: str | None) -> None:
+    llm, params = engine.load(target, tokenizer=TOKENIZER), engine.SamplingParams(max_new_tokens=3)
+    words = ["a longer text", "short"]
+    batch = TOKENIZER(words, return_tensors=tensors, padding=tensors is not None)
+    found = llm.generate(batch, params)
+    assert [bytes(output.prompt_token_ids).decode() for output in found] == words
+    assert [output.token_ids for output in found] == [output.token_ids for output in llm.generate(words, params)]
+
+
 def test_an_engine_is_not_copied(target: PreTrainedModel) -> None:
     """A copy's cache would belong to the original."""
     llm = engine.load(target)

@@ -85,7 +85,8 @@ class IntersectionDraftModel(DraftModel):
                     logits = self._own.after_drafts(self._in_own_ids(steps[-1].tokens), step)
                 shared = penalise_drafter(self._in_target_ids(logits), state, [each.tokens for each in steps])
                 steps.append(self._draw(state, shared, step))
-            return self._places.copy(side_by_side(steps))
+            proposal = side_by_side(steps)
+            return self._places.copy(proposal) if self._own.captures(state) else proposal
 
         self._own.begin(state, texts, num_draft_tokens)
         proposal = self._own.run(state, num_draft_tokens, work)

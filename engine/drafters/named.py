@@ -32,8 +32,11 @@ def split_stages(name: str) -> list[str]:
     return [found[1], *split_stages(found[2])] if found else [name]
 
 
-def named(name: str, in_cascade: bool = False) -> Drafter | str:
+def named(name: str, before_another: bool = False) -> Drafter | str:
     """The drafter of one part of a name; that of a draft model, MODEL or "staged:MODEL", is returned as it is.
+
+    Args:
+        before_another: in a cascade, another part follows.
 
     Raises:
         ValueError: for a layer_skip without layers, a staged drafter without a draft model, a name that is misspelt, or a
@@ -41,9 +44,9 @@ def named(name: str, in_cascade: bool = False) -> Drafter | str:
         OSError: for a hub id that cannot be had.
     """
     if name == "ngram":
-        return NGramDrafter(min_ngram=CASCADE_MIN_NGRAM) if in_cascade else NGramDrafter()
+        return NGramDrafter(min_ngram=CASCADE_MIN_NGRAM) if before_another else NGramDrafter()
     if name == "suffix":
-        return SuffixDrafter(min_ngram=CASCADE_MIN_NGRAM) if in_cascade else SuffixDrafter()
+        return SuffixDrafter(min_ngram=CASCADE_MIN_NGRAM) if before_another else SuffixDrafter()
     if name.startswith(LAYER_SKIP):
         return _layer_skip(name.removeprefix(LAYER_SKIP))
     if name.startswith(STAGED):
@@ -57,6 +60,8 @@ def named(name: str, in_cascade: bool = False) -> Drafter | str:
 
 def _check_spelling(name: str) -> None:
     """What is no path, has no owner, and is near to a known name, was meant as that: no such hub id is known."""
+    if re.search(r"\+(ngram|suffix)$", name) and not Path(name).expanduser().exists():
+        raise ValueError(f"drafter must have lookups before other parts, such as 'ngram+MODEL', got {name!r}")
     word = re.split("[:+]", name)[0].lower().replace("-", "_")
     near = get_close_matches(word, _KNOWN, n=1, cutoff=0.75)
     if near and "/" not in word and not Path(name).expanduser().exists():
