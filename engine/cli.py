@@ -172,7 +172,7 @@ def generate(
         logprobs=logprobs,
     )
     texts = read_prompts(prompts or [], prompts_file)
-    items: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
+    items = [[{"role": "user", "content": text}] if chat and isinstance(text, str) else text for text in texts]
     llm = _load(
         target,
         drafter=_drafter(target, drafter),

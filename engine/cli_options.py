@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 DEBUG_VARIABLE = "ENGINE_DEBUG"
-PROMPTS_HELP = 'A prompt per line, or JSON lines with "prompt" (or a list "turns", whose first is taken); "-": stdin.'
+PROMPTS_HELP = 'A prompt per line, or JSON lines with "prompt", "turns" (a list, whose first is taken) or "messages" (a chat); "-": stdin.'
 
 
 def _debug(wanted: bool) -> bool:

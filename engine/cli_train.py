@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import cli_options as options
-from .prompt_files import read_prompts
+from .prompt_files import Prompt, read_prompts
 from .training.options import LOSSES, METHODS, TrainingOptions
 
 ANSWERS, TRAINING = "Answers of the target", "Training"
@@ -17,6 +17,12 @@ _DEFAULT = TrainingOptions("eagle3", "target")
 
 def _option(name: str, help: str, panel: str | None = TRAINING, **more: Any) -> Any:
     return typer.Option(name, help=help, rich_help_panel=panel, **more)
+
+
+def _unanswered(prompt: Prompt) -> Prompt:
+    """A chat without the answer at its end: that is for the target to give."""
+    answered = not isinstance(prompt, str) and prompt[-1].get("role") == "assistant"
+    return prompt[:-1] if answered else prompt
 
 
 def train(
@@ -138,7 +144,7 @@ def train(
     from .default_model import find_model
 
     out = out.expanduser()
-    texts = read_prompts([], prompts)
+    texts = [_unanswered(prompt) for prompt in read_prompts([], prompts)]
     chosen = TrainingOptions(
         method=method, target=find_model() if target is None else target, chat=chat,
         temperatures=tuple(temperatures or _DEFAULT.temperatures),

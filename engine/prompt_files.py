@@ -2,12 +2,18 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+Prompt = str | list[dict[str, Any]]  # text, or the messages of a chat
 
-def read_prompts(arguments: list[str], file: str | None) -> list[str]:
+
+def read_prompts(arguments: list[str], file: str | None) -> Sequence[Prompt]:
     """Prompts from the command line, else a file, else standard input as a whole.
+
+    A line of a file is a prompt, or a JSON object: with "prompt", text; with "turns", a list of texts, of which the first is taken;
+    or with "messages", those of a chat.
 
     Raises:
         ValueError: if there are none, or a line of a file holds none.
@@ -55,7 +61,7 @@ def read_lines(file: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n")]
 
 
-def _prompt_of(line: str, where: str) -> str:
+def _prompt_of(line: str, where: str) -> Prompt:
     """The prompt of a JSON line."""
     record = _parse(line)
     if isinstance(record, dict):
@@ -63,7 +69,12 @@ def _prompt_of(line: str, where: str) -> str:
         prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
         if isinstance(prompt, str):
             return prompt
-    raise ValueError(f'{where} must be a JSON object with a string "prompt" or a list of strings "turns"')
+        messages = record.get("messages")
+        if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+            return messages
+    raise ValueError(
+        f'{where} must be a JSON object with a string "prompt", a list of strings "turns" or a chat\'s "messages"'
+    )
 
 
 def _parse(line: str) -> Any:

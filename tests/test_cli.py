@@ -145,6 +145,7 @@ def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("p.txt", "one\n\ntwo {}\n", ["one", "two {}"]),
         ("p.jsonl", '{"prompt": "one"}\n{"turns": ["two", "x"]}\n', ["one", "two"]),
+        ("p.jsonl", '{"messages": [{"role": "user", "content": "hi"}]}\n', [[{"role": "user", "content": "hi"}]]),
         ("p.txt", '{"prompt": "one\\nmore"}\n', ["one\nmore"]),
         ("p.txt", "\ufeffa\u2028b\x0cc\x85d\r\ne", ["a\u2028b\x0cc\x85d", "e"]),  # only line feeds end lines
         ("p.jsonl", '\ufeff{"prompt": "a\u2028b"}\r\n{"prompt": "c"}', ["a\u2028b", "c"]),
@@ -376,6 +377,16 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path, Training
     asked: list[tuple[Any, Path, TrainingOptions]] = []
     monkeypatch.setattr(run, "train_drafter", lambda prompts, out, options: asked.append((prompts, out, options)))
     return asked
+
+
+def test_train_leaves_the_answer_of_a_chat_to_the_target(
+    trainings: list[tuple[Any, Path, TrainingOptions]], tmp_path: Path
+) -> None:
+    chat = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + '\n{"prompt": "one"}\n')
+    words = ["train", "mlp", "-t", "model", "--prompts", str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "out")]
+    assert cli.main(words) == 0
+    assert trainings.pop()[0] == [chat[:3], "one"]
 
 
 def test_train_passes_all_options_on(
