@@ -314,9 +314,10 @@ def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int
                     bar.write(f"error: {_renumbered(message, start)}", file=sys.stderr)
             except BaseException as error:  # Ctrl-C, too
                 outputs, failure = getattr(error, "outputs", ()), error
-            for index, output in enumerate(outputs, start):
-                if output is not None:
-                    _show(index, output, as_json)
+            with bar.external_write_mode():
+                for index, output in enumerate(outputs, start):
+                    if output is not None:
+                        _show(index, output, as_json)
             if failure is not None:
                 raise failure
             bar.update(len(outputs))

@@ -34,6 +34,7 @@ def naming_errors(source: str, role: str) -> Iterator[None]:
     except OSError as error:
         if Path(source).expanduser().exists():
             raise
+        names = "\n(Or one of the names ngram, suffix, layer_skip:N, staged:MODEL.)" if role == "drafter" else ""
         raise OSError(
-            f"{role} must be an existing path or a hub id that can be had, got {source!r}: {error}"
+            f"{role} must be an existing path or a hub id that can be had, got {source!r}: {error}{names}"
         ) from error

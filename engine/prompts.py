@@ -90,8 +90,7 @@ def _unpadded(encoding: BatchEncoding) -> Any:
 def _of_several_texts(encoding: BatchEncoding) -> list[BatchEncoding]:
     """What a tokenizer returns for several texts, text by text; empty for one."""
     ids: Any = encoding.get("input_ids")
-    batch = ids.ndim == 2 if _is_array(ids) else isinstance(ids, list) and all(isinstance(row, list) for row in ids)
-    if not batch or len(ids) < 2:
+    if not _is_batch(ids) or len(ids) < 2:
         return []
     fields = {name: encoding[name] for name in ("input_ids", "attention_mask") if name in encoding}
     return [BatchEncoding({name: rows[index] for name, rows in fields.items()}) for index in range(len(ids))]
@@ -99,7 +98,14 @@ def _of_several_texts(encoding: BatchEncoding) -> list[BatchEncoding]:
 
 def _of_one_text(values: Any) -> Any:
     """The only row of a batch of one."""
-    return values[0] if values is not None and len(values) == 1 and hasattr(values[0], "__len__") else values
+    return values[0] if _is_batch(values) and len(values) == 1 else values
+
+
+def _is_batch(values: Any) -> bool:
+    """Whether these are ids, or a mask, of texts, and not of one text."""
+    if _is_array(values):
+        return bool(values.ndim == 2)
+    return isinstance(values, list | tuple) and len(values) > 0 and all(isinstance(row, list | tuple) for row in values)
 
 
 def _render_chat(messages: list[dict[str, Any]], name: str, tokenizer: Any) -> list[int]:

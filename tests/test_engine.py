@@ -253,6 +253,8 @@ def test_what_a_tokenizer_returns_for_several_texts(target: PreTrainedModel, ten
     found = llm.generate(batch, params)
     assert [bytes(output.prompt_token_ids).decode() for output in found] == words
     assert [output.token_ids for output in found] == [output.token_ids for output in llm.generate(words, params)]
+    short = TOKENIZER(["a", "b"], return_tensors=tensors)
+    assert [output.prompt_token_ids for output in llm.generate(short, params)] == [[97], [98]]
 
 
 def test_an_engine_is_not_copied(target: PreTrainedModel) -> None:

@@ -340,6 +340,29 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_behind_a_warm_up(device: D
     assert texts[0] == texts[1]
 
 
+def test_a_staged_model_drafts_captured_again_behind_a_pause(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round that makes up for a long one runs eagerly; what graphs work on is still theirs behind it."""
+    monkeypatch.setattr("engine.drafters.model.WIDEST_CATCH_UP", 3)
+    asked, texts, drafts = [2] * 4 + [0] * 6 + [2] * 4, [], []
+    for where in ("cpu", "cuda"):
+        model = tiny("llama", dtype=torch.float32, max_position_embeddings=64).to(where)
+        drafter = engine.StagedDraftModel(perturbed(model, 0.05))
+        llm = engine.load(model, drafter=drafter, num_draft_tokens=2, max_batch_size=1, exact=False)
+        llm.warmup(text_lengths=[40])
+        propose, proposed, numbers = drafter.propose, [], iter(asked)
+
+        def noted(state: Any, count: int, propose: Any = propose, proposed: Any = proposed) -> Any:
+            proposal = propose(state, count)
+            proposed.append(proposal.tokens.tolist())
+            return proposal
+
+        drafter.propose = noted
+        monkeypatch.setattr(FixedLength, "choose", lambda *_, numbers=numbers, **__: next(numbers, 0))
+        texts.append(llm.generate(PROMPTS[0], engine.SamplingParams(max_new_tokens=34)).token_ids)
+        drafts.append(proposed[:8])
+    assert texts[0] == texts[1] and drafts[0] == drafts[1] and len(drafts[0]) == 8
+
+
 QUICK = ("ngram", "medusa")
 
 

@@ -697,6 +697,7 @@ def test_numbers_of_numpy() -> None:
     [
         (["one"], {}, "prompts must be at least 2, one of them for validation, got 1"),
         ("one", {}, "prompts must be at least 2, one of them for validation, got a string"),
+        ({"input_ids": [[1], [2]], "attention_mask": [[1], [1]]}, {}, "at least 2, .*, got dict"),
         ("one", {}, "prompts must be at least 2"),
         (["one", " "], {}, r"prompts\[1\] must not be empty"),
         (["one", "x" * 60], {}, r"prompts\[1\] has \d+ tokens; at most 47 leave room for a new one in max_length = 48"),

@@ -49,11 +49,12 @@ class IntersectionDraftModel(DraftModel):
         super().__init__(model, tokenizer, greedy)
         self.target_tokenizer = target_tokenizer
         self._own: OwnTexts
-        self._places = Places()
+        self._places: Places
 
     def attach(self, target: RaggedModel) -> None:
         """Compare the vocabularies, and make a cache for the target's slots."""
         super().attach(target)
+        self._places = Places()
         size, device = self.ragged.vocab_size, self.ragged.device
         shared = SharedVocabulary(self.tokenizer, self.target_tokenizer, size, target.vocab_size)
         if not shared.share:
@@ -68,6 +69,10 @@ class IntersectionDraftModel(DraftModel):
         # Not self: in a cycle, K/V would stay until it is looked for.
         ours, theirs = self.tokenizer, self.target_tokenizer
         self._own = OwnTexts(self.ragged, target, lambda: Translation(ours, theirs, known, size))
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of this length; where the drafter needs more tokens, more is made in time."""
+        self._own.reserve(length)
 
     def prefill(self, state: BatchState) -> None:
         """Read the prompts of new rows, but for the last token of each."""

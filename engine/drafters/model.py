@@ -14,7 +14,7 @@ from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
 from .proposals import drawn, likeliest, side_by_side
 
-WIDEST_CATCH_UP = 32  # columns that go through the head; "auto" tries at least that often to draft
+WIDEST_CATCH_UP = 32  # columns that go through the head; what lies before them is read without
 
 
 class DraftModel:

@@ -14,6 +14,7 @@ from .vocabulary import decode_after, encode, encode_after, first_tokens, last_t
 
 _WIDEST = 16  # more missing tokens than this are read without the head, before a round's first call
 _NARROWEST = 8  # columns of a captured call, and their multiples by powers of two: most rounds lack fewer tokens
+_DRAFTS = 64  # room for so many behind a text
 _SHORTEST = 256  # texts of a captured call, likewise
 _Result = TypeVar("_Result")
 
@@ -111,6 +112,10 @@ class OwnTexts:
     def warming_up(self) -> bool:
         """See `Graphs`."""
         return self._target.graphs.warming_up
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of this length, and for drafts behind them."""
+        self._ragged.cache.reserve(length + _DRAFTS)
 
     def prefill(self, state: BatchState) -> None:
         """New rows: read their prompts, but for the last token of each."""

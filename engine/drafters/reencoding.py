@@ -66,7 +66,7 @@ class ReencodingDraftModel:
 
     def reserve(self, length: int) -> None:
         """Make room for rows of this length; where the drafter needs more tokens, more is made in time."""
-        self.ragged.cache.reserve(length)
+        self._own.reserve(length)
 
     def prefill(self, state: BatchState) -> None:
         """Read the prompts of new rows, but for the last token of each."""

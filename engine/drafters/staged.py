@@ -121,7 +121,6 @@ class StagedDraftModel(DraftModel):
     def _drafts(self, state: BatchState, num_draft_tokens: int, kept: bool) -> "_Drafts":
         """Those of a round; the same ones for all that are alike if they are kept."""
         if not kept:
-            self._kept.clear()
             return _Drafts(state, num_draft_tokens, self.num_draft_tokens)
         # What decides which tensors there are, of which shape and dtype.
         like = len(state.seq_lens), num_draft_tokens, state.all_greedy, state.coupled, state.penalised

@@ -10,7 +10,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         prompts = [_wrapped(prompt, tokenizer) for prompt in prompts]
     num_tokens = vocab_size(target)
     ids = _encoded(prompts, tokenizer, num_tokens, limit)
-    options = replace(options, chat=options.chat and any(map(_is_chat, prompts)))  # as it was, for the card
+    options = replace(options, chat=any(map(_is_chat, prompts)))  # as it was, for the card
     held = min(max(1, round(options.validation_share * len(ids))), len(ids) - 1)
     _warn_of_known_prompts(ids[:-held], ids[-held:])
     with begin(out, settings) as work:
@@ -131,8 +131,14 @@ def _schedule(options: TrainingOptions) -> Schedule:
 
 
 def _check_prompts(prompts: Sequence[Any]) -> None:
-    if isinstance(prompts, str) or len(prompts) < 2:
-        got = "a string" if isinstance(prompts, str) else len(prompts)
+    if isinstance(prompts, str | Mapping) or len(prompts) < 2:
+        got = (
+            "a string"
+            if isinstance(prompts, str)
+            else type(prompts).__name__
+            if isinstance(prompts, Mapping)
+            else len(prompts)
+        )
         raise ValueError(f"prompts must be at least 2, one of them for validation, got {got}")
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str) and not prompt.strip():
