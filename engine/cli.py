@@ -1,7 +1,6 @@
 """The command line: `python -m engine demo | generate | chat | train`, also installed as `speculative-engine`."""
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,17 +10,11 @@ import typer
 
 from . import cli_options as options
 from .cli_train import train
-from .errors import EngineError, InvalidLogitsError
+from .errors import EngineError
 from .prompt_files import read_prompts
 
 if TYPE_CHECKING:
-    from .config import SamplingParams
     from .engine import Engine
-    from .output import Output
-
-# Prompts are served in groups of so many batches, so that finished ones can be shown; larger groups leave
-# fewer places of a batch empty while a group ends.
-BATCHES_PER_GROUP = 4
 
 app = typer.Typer(
     add_completion=False,
@@ -186,11 +179,13 @@ def generate(
         tokenizer=tokenizer,
         compile=compile,
     )
+    from .cli_output import serve, stream_one  # not before: it brings the engine, and torch
+
     llm.check(items, params)
     if len(items) == 1 and not as_json:
-        _stream_one(llm, items[0], params)
+        stream_one(llm, items[0], params)
         return 0
-    return _serve(llm, items, params, BATCHES_PER_GROUP * max_batch_size, as_json)
+    return serve(llm, items, params, max_batch_size, as_json)
 
 
 @app.command()
@@ -276,63 +271,3 @@ def _load(target: str | None, drafter: str, **settings: Any) -> "Engine":
     target = find_model() if target is None else target
     with loading(target):
         return engine.load(target, drafter=None if drafter == "none" else drafter, **settings)
-
-
-def _stream_one(llm: "Engine", item: Any, params: "SamplingParams") -> None:
-    """Show the only prompt's text as it comes; on a terminal, the statistics too."""
-    from .terminal import stats_line, stdout_console, write_piece
-
-    console = stdout_console()
-    text, output = "", None
-    for piece in llm.stream(item, params):
-        text += piece.text or ""
-        output = piece.output
-        write_piece(console, piece)
-    print("" if text.endswith("\n") else "\n", end="", flush=True)
-    if output and sys.stderr.isatty():
-        print(stats_line(output.stats), file=sys.stderr)
-
-
-def _serve(llm: "Engine", items: list[Any], params: "SamplingParams", group: int, as_json: bool) -> int:
-    """Show the prompts' outputs in order, group by group. If anything but a prompt fails, those are shown that have ended.
-
-    Returns:
-        The exit status: 1 if the target returned no distribution for some prompts, which harms no others.
-    """
-    from tqdm import tqdm
-
-    status = 0
-    with tqdm(total=len(items), unit="prompt", desc="all", disable=len(items) <= group) as bar:
-        for start in range(0, len(items), group):
-            outputs: Sequence[Output | None]
-            failure: BaseException | None = None
-            try:
-                outputs = llm.generate(items[start : start + group], params, progress=len(items) > 1)
-            except InvalidLogitsError as error:
-                outputs, status = error.outputs, 1
-                for message in error.errors.values():
-                    bar.write(f"error: {_renumbered(message, start)}", file=sys.stderr)
-            except BaseException as error:  # Ctrl-C, too
-                outputs, failure = getattr(error, "outputs", ()), error
-            with bar.external_write_mode():
-                for index, output in enumerate(outputs, start):
-                    if output is not None:
-                        _show(index, output, as_json)
-            if failure is not None:
-                raise failure
-            bar.update(len(outputs))
-    return status
-
-
-def _renumbered(message: str, start: int) -> str:
-    """That of a group of prompts, the first of which is number `start` of all."""
-    return re.sub(r"prompts\[(\d+)\]", lambda found: f"prompts[{start + int(found[1])}]", message)
-
-
-def _show(index: int, output: "Output", as_json: bool) -> None:
-    from .terminal import output_record, shown, stdout_console, write_json
-
-    if as_json:
-        write_json({"index": index, **output_record(output)})
-    else:
-        print(f"--- {index + 1} ---\n{shown(stdout_console(), output.text or '')}", flush=True)

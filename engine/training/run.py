@@ -59,7 +59,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
             is done. Later, if a file of the work that was done before is damaged.
         OSError: if there is no room for the hidden states, before they are read; or if any file cannot be written. What was
             there is still there then, and the same call goes on from it.
-        EngineError: if the training diverges, or the target can answer less than two prompts.
+        EngineError: if the training diverges, or the target can answer fewer than two prompts.
     """
     out = Path(out).expanduser()
     _check_prompts(prompts)
@@ -131,15 +131,11 @@ def _schedule(options: TrainingOptions) -> Schedule:
 
 
 def _check_prompts(prompts: Sequence[Any]) -> None:
-    if isinstance(prompts, str | Mapping) or len(prompts) < 2:
-        got = (
-            "a string"
-            if isinstance(prompts, str)
-            else type(prompts).__name__
-            if isinstance(prompts, Mapping)
-            else len(prompts)
-        )
-        raise ValueError(f"prompts must be at least 2, one of them for validation, got {got}")
+    several = "prompts must be at least 2, one of them for validation, got"
+    if isinstance(prompts, str | Mapping):  # a list of characters, or of names
+        raise ValueError(f"{several} {'a string' if isinstance(prompts, str) else type(prompts).__name__}")
+    if len(prompts) < 2:
+        raise ValueError(f"{several} {len(prompts)}")
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str) and not prompt.strip():
             raise ValueError(f"prompts[{index}] must not be empty, got {prompt!r}")
