@@ -185,7 +185,7 @@ def generate(
     if len(items) == 1 and not as_json:
         stream_one(llm, items[0], params)
         return 0
-    return serve(llm, items, params, max_batch_size, as_json)
+    return serve(llm, items, params, as_json)
 
 
 @app.command()

@@ -1,8 +1,6 @@
 """What `python -m engine generate` shows of its outputs."""
 
-import re
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -12,10 +10,6 @@ from .engine import Engine
 from .errors import InvalidLogitsError
 from .output import Output
 from .terminal import output_record, shown, stats_line, stdout_console, write_json, write_piece
-
-# Prompts are served in groups of so many batches, so that finished ones can be shown; larger groups leave
-# fewer places of a batch empty while a group ends.
-BATCHES_PER_GROUP = 4
 
 
 def stream_one(llm: Engine, item: Any, params: SamplingParams) -> None:
@@ -31,42 +25,45 @@ def stream_one(llm: Engine, item: Any, params: SamplingParams) -> None:
         print(stats_line(output.stats), file=sys.stderr)
 
 
-def serve(llm: Engine, items: list[Any], params: SamplingParams, max_batch_size: int, as_json: bool) -> int:
-    """Show the prompts' outputs in order, group by group. If anything but a prompt fails, those are shown that have ended.
+def serve(llm: Engine, items: list[Any], params: SamplingParams, as_json: bool) -> int:
+    """Show the prompts' outputs in order. If anything but a prompt fails, or at Ctrl-C, those that have ended are shown.
 
     Returns:
         The exit status: 1 if the target returned no distribution for some prompts, which harms no others.
     """
-    status, group = 0, BATCHES_PER_GROUP * max_batch_size
-    with tqdm(total=len(items), unit="prompt", desc="all", disable=len(items) <= group) as bar:
-        for start in range(0, len(items), group):
-            outputs: Sequence[Output | None]
-            failure: BaseException | None = None
-            try:
-                outputs = llm.generate(items[start : start + group], params, progress=len(items) > 1)
-            except InvalidLogitsError as error:
-                outputs, status = error.outputs, 1
-                for message in error.errors.values():
-                    bar.write(f"error: {_renumbered(message, start)}", file=sys.stderr)
-            except BaseException as error:  # Ctrl-C, too
-                outputs, failure = getattr(error, "outputs", ()), error
-            with bar.external_write_mode():
-                for index, output in enumerate(outputs, start):
-                    if output is not None:
-                        _show(index, output, as_json)
-            if failure is not None:
-                raise failure
-            bar.update(len(outputs))
-    return status
+    shown_in_order = _InOrder(as_json)
+    try:
+        llm.generate(items, params, progress=len(items) > 1, on_output=shown_in_order.add)
+    except InvalidLogitsError:
+        return 1  # of each prompt, this has been shown
+    finally:
+        shown_in_order.show_rest()
+    return 0
 
 
-def _renumbered(message: str, start: int) -> str:
-    """That of a group of prompts, the first of which is number `start` of all."""
-    return re.sub(r"prompts\[(\d+)\]", lambda found: f"prompts[{start + int(found[1])}]", message)
+class _InOrder:
+    """Shows each prompt's output, or its error, as soon as it and all before it have ended."""
 
+    def __init__(self, as_json: bool) -> None:
+        self._as_json, self._next = as_json, 0
+        self._waiting: dict[int, Output | InvalidLogitsError] = {}
 
-def _show(index: int, output: Output, as_json: bool) -> None:
-    if as_json:
-        write_json({"index": index, **output_record(output)})
-    else:
-        print(f"--- {index + 1} ---\n{shown(stdout_console(), output.text or '')}", flush=True)
+    def add(self, index: int, result: Output | InvalidLogitsError) -> None:
+        self._waiting[index] = result
+        while self._next in self._waiting:
+            self._next += 1
+            self._show(self._next - 1)
+
+    def show_rest(self) -> None:
+        for index in sorted(self._waiting):
+            self._show(index)
+
+    def _show(self, index: int) -> None:
+        result = self._waiting.pop(index)
+        with tqdm.external_write_mode():
+            if isinstance(result, InvalidLogitsError):
+                print(f"error: {result}", file=sys.stderr)
+            elif self._as_json:
+                write_json({"index": index, **output_record(result)})
+            else:
+                print(f"--- {index + 1} ---\n{shown(stdout_console(), result.text or '')}", flush=True)

@@ -1,6 +1,6 @@
 """`Engine`, what a user holds: prompts in, outputs out. The loop between is in `serving.py`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -28,6 +28,8 @@ from .state import BatchState
 
 _USUAL_LENGTHS = (256, 512, 1024)  # tokens of a text, which `warmup` prepares for unless told otherwise; a bucket each
 _Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or a chat
+_Params = SamplingParams | Sequence[SamplingParams] | None
+_OnOutput = Callable[[int, Output | InvalidLogitsError], object] | None
 
 
 class Engine:
@@ -90,21 +92,18 @@ class Engine:
 
     @overload  # a string is a sequence of strings too, but comes first here
     def generate(  # type: ignore[overload-overlap]
-        self, prompts: str, params: SamplingParams | Sequence[SamplingParams] | None = ..., progress: bool = ...
+        self, prompts: str, params: _Params = ..., progress: bool = ..., on_output: _OnOutput = ...
     ) -> Output: ...
     @overload
     def generate(
-        self,
-        prompts: Sequence[_Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = ...,
-        progress: bool = ...,
+        self, prompts: Sequence[_Prompt], params: _Params = ..., progress: bool = ..., on_output: _OnOutput = ...
     ) -> list[Output]: ...
     @overload
     def generate(
-        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = ..., progress: bool = ...
+        self, prompts: Any, params: _Params = ..., progress: bool = ..., on_output: _OnOutput = ...
     ) -> Any: ...
     def generate(
-        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, progress: bool = False
+        self, prompts: Any, params: _Params = None, progress: bool = False, on_output: _OnOutput = None
     ) -> Any:
         """Continue one prompt or many.
 
@@ -114,6 +113,8 @@ class Engine:
                 the assistant is continued there.
             params: for all prompts, or one for each; None: the defaults.
             progress: show a bar on stderr (that of rank 0, under tensor parallelism).
+            on_output: called with each prompt's index and its `Output` (or its InvalidLogitsError) as soon as it has ended, in
+                whichever order they end. The others wait meanwhile; what it raises ends the call.
 
         Returns:
             An `Output` for a single prompt, else a list of them in the prompts' order.
@@ -129,6 +130,8 @@ class Engine:
             logits_processor that does not return logits [1, V], and whatever a processor raises itself.
         """
         check_bool("progress", progress)
+        if on_output is not None and not callable(on_output):
+            raise ValueError(f"on_output must be a function of an index and an output, or None, got {on_output!r}")
         requests, single = self._requests.make(prompts, params)
         outputs: list[Output | None] = [None] * len(requests)
         hidden = not progress or self._ranks.rank > 0
@@ -142,10 +145,14 @@ class Engine:
                             outputs[request.index] = self._output(request)
                         bar.update()
                         bar.set_postfix_str(f"{tokens} tokens")
+                        if on_output is not None:
+                            ended = outputs[request.index]
+                            on_output(request.index, _error([request], [None]) if ended is None else ended)
             except BaseException as error:  # what has ended is not lost with the rest
                 error.outputs = outputs  # type: ignore[attr-defined]
                 raise
-        _raise_errors(requests, outputs)
+        if any(request.error is not None for request in requests):
+            raise _error(requests, outputs)
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[Piece]:
@@ -157,7 +164,7 @@ class Engine:
         requests, _ = self._requests.make(prompt, params, streamed=True)
         return self._pieces(requests[0])
 
-    def check(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None) -> None:
+    def check(self, prompts: Any, params: _Params = None) -> None:
         """Raise the ValueError that `generate` would raise for these before its work, and do no work.
 
         Under tensor parallelism, a single rank may call this, unlike all else.
@@ -205,7 +212,8 @@ class Engine:
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         for _, new in self._serve([request]):
-            _raise_errors([request], [None])
+            if request.error is not None:
+                raise _error([request], [None])
             spans = request.stream.take(last=request.finish_reason is not None) if request.stream else ()
             text = "".join(span.text for span in spans) if request.stream else None
             output = self._output(request) if request.finish_reason else None
@@ -287,9 +295,8 @@ def _described(drafter: Any) -> list[tuple[str, Any]]:
     return described
 
 
-def _raise_errors(requests: Sequence[Request], outputs: list[Output | None]) -> None:
-    """Raise an InvalidLogitsError with these outputs if a request has failed."""
+def _error(requests: Sequence[Request], outputs: list[Output | None]) -> InvalidLogitsError:
+    """Of the requests that have failed, at least one, with the outputs of all."""
     errors = {request.index: request.error for request in requests if request.error is not None}
-    if errors:
-        others = f" (and for {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise InvalidLogitsError(next(iter(errors.values())) + others, outputs, errors)
+    others = f" (and for {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return InvalidLogitsError(next(iter(errors.values())) + others, outputs, errors)

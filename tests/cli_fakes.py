@@ -45,11 +45,15 @@ class FakeEngine:
     def check(self, prompts: Any, params: Any = None) -> None:
         """All prompts are good here."""
 
-    def generate(self, prompts: Any, params: Any = None, progress: bool = False) -> Any:
+    def generate(self, prompts: Any, params: Any = None, progress: bool = False, on_output: Any = None) -> Any:
         self.params = params
         if isinstance(prompts, str) or isinstance(prompts[0], dict):
             return self.output(prompts)
-        return [self.output(prompt) for prompt in prompts]
+        outputs = [self.output(prompt) for prompt in prompts]
+        if on_output is not None:
+            for index in reversed(range(len(outputs))):  # the last ends first
+                on_output(index, outputs[index])
+        return outputs
 
     def stream(self, prompt: Any, params: Any = None) -> Iterator[Piece]:
         self.params = params

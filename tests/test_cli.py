@@ -1,9 +1,9 @@
 """The command line: `generate`, and what all commands share."""
 
 import dataclasses
+import io
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -116,8 +116,8 @@ def test_escape_codes_of_several_prompts(
 
 
 def test_generate_json(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = [f"p{number}" for number in range(7)]  # more than a group of four
-    assert cli.main(["generate", "-t", "model", "--json", "--max-batch-size", "1", *prompts]) == 0
+    prompts = [f"p{number}" for number in range(7)]
+    assert cli.main(["generate", "-t", "model", "--json", *prompts]) == 0
     records = json_lines(capsys.readouterr().out)
     assert [record["text"] for record in records] == [prompt.upper() for prompt in prompts]
     assert [record["index"] for record in records] == list(range(7))
@@ -229,34 +229,37 @@ def test_debug_shows_the_traceback(engines: list[FakeEngine], capsys: pytest.Cap
 def test_outputs_before_a_failure_are_shown(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def generate(self: FakeEngine, prompts: Any, params: Any, progress: bool) -> Any:
-        error = "NaN for prompts[1]"
-        raise InvalidLogitsError(error, [self.output("a"), None, self.output("c")], {1: error})
+    def generate(self: FakeEngine, prompts: Any, params: Any, progress: bool, on_output: Any) -> Any:
+        on_output(2, self.output("c"))
+        on_output(0, self.output("a"))
+        raise engine.EngineError("the drafter fails")
 
     monkeypatch.setattr(FakeEngine, "generate", generate)
     assert cli.main(["generate", "-t", "model", "--json", "a", "b", "c"]) == 1
     captured = capsys.readouterr()
     assert [record["index"] for record in json_lines(captured.out)] == [0, 2]
-    assert captured.err == "error: NaN for prompts[1]\n"
+    assert captured.err == "error: the drafter fails\n"
 
 
-def test_failures_are_numbered_among_all_prompts_and_harm_no_others(
+def test_outputs_are_shown_in_order_as_they_end_and_failures_harm_no_others(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def generate(self: FakeEngine, prompts: Any, params: Any, progress: bool) -> Any:
-        outputs = [None if prompt in ("p1", "p5") else self.output(prompt) for prompt in prompts]
-        errors = {i: f"NaN for prompts[{i}]" for i, output in enumerate(outputs) if output is None}
-        if errors:
-            raise InvalidLogitsError("some error", outputs, errors)
-        return outputs
+    seen: list[list[int]] = []
+
+    def generate(self: FakeEngine, prompts: Any, params: Any, progress: bool, on_output: Any) -> Any:
+        for index in (1, 2, 0, 4, 3):
+            error = InvalidLogitsError(f"NaN for prompts[{index}]", [None])
+            on_output(index, error if index in (1, 3) else self.output(prompts[index]))
+            seen.append([record["index"] for record in json_lines(capsys.readouterr().out)])
+        raise InvalidLogitsError("NaN for prompts[1] (and for 1 more)", [])
 
     monkeypatch.setattr(FakeEngine, "generate", generate)
-    prompts = [f"p{number}" for number in range(10)]
-    assert cli.main(["generate", "-t", "model", "--json", "--max-batch-size", "1", *prompts]) == 1
-    captured = capsys.readouterr()
-    assert [record["index"] for record in json_lines(captured.out)] == [0, 2, 3, 4, 6, 7, 8, 9]
-    assert re.findall("error: .*", captured.err) == ["error: NaN for prompts[1]", "error: NaN for prompts[5]"]
-    assert "10/10" in captured.err
+    with monkeypatch.context() as patch:
+        errors = io.StringIO()
+        patch.setattr(sys, "stderr", errors)
+        assert cli.main(["generate", "-t", "model", "--json", *"abcde"]) == 1
+    assert seen == [[], [], [0, 2], [], [4]]
+    assert errors.getvalue() == "error: NaN for prompts[1]\nerror: NaN for prompts[3]\n"
 
 
 def test_a_bad_prompt_is_found_before_any_is_answered(

@@ -779,6 +779,29 @@ def test_a_thousand_prompts_in_order(target: PreTrainedModel, capsys: pytest.Cap
     assert "1000/1000" in capsys.readouterr().err
 
 
+def test_each_output_is_handed_over_when_it_has_ended(target: PreTrainedModel) -> None:
+    llm, taken, seen = engine.load(target, drafter=None, max_batch_size=2), [], []
+    params = [_params(count) for count in (9, 2, 3, 1)]
+
+    def take(index: int, output: object) -> None:
+        taken.append((index, output))
+        seen.append(llm.stats.new_tokens)
+
+    outputs = llm.generate([[5], [6], [7], [8]], params, on_output=take)
+    assert [index for index, _ in taken] == [1, 2, 3, 0] and seen[0] < seen[-1] == 15
+    assert all(output is outputs[index] for index, output in taken)
+
+    def fail(index: int, output: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        llm.generate([[5], [6]], params[:2], on_output=fail)
+    assert [output is None for output in caught.value.outputs] == [True, False]  # type: ignore[attr-defined]
+    assert llm.generate([5], params[0]).token_ids == outputs[0].token_ids
+    with pytest.raises(ValueError, match="on_output must be a function of an index and an output, or None, got 'yes'"):
+        llm.generate([5], on_output="yes")  # type: ignore[call-overload]
+
+
 def test_a_drafter_with_nan_logits_costs_speed_and_nothing_else(
     target: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:

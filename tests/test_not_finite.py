@@ -228,3 +228,16 @@ def test_a_draft_that_cannot_be_read_costs_drafts_and_no_text(rule: str, exact: 
     assert 0 < llm.stats.accepted_tokens < llm.stats.draft_tokens
     again = llm.generate(prompts, params)  # drafts count again
     assert [output.stats.draft_tokens for output in again] == [output.stats.draft_tokens for output in outputs]
+
+
+def test_the_error_of_a_prompt_is_handed_over_when_it_has_failed() -> None:
+    llm, taken = engine.load(spoiled(), None, max_batch_size=2), []
+    with pytest.raises(engine.InvalidLogitsError) as caught:
+        params = engine.SamplingParams(max_new_tokens=4)
+        llm.generate([GOOD, [BAD], [BAD]], params, on_output=lambda *each: taken.append(each))
+    assert [(index, type(result)) for index, result in taken] == [
+        (1, engine.InvalidLogitsError),
+        (2, engine.InvalidLogitsError),
+        (0, engine.Output),
+    ]
+    assert [str(result) for _, result in taken[:2]] == list(caught.value.errors.values())
