@@ -1,4 +1,4 @@
-"""The command line: `python -m engine demo | generate | chat | train`, also installed as `speculative-engine`."""
+"""The command line: `python -m engine demo | generate | chat | check | train`, also installed as `speculative-engine`."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ import typer
 
 from . import cli_options as options
 from .cli_train import train
+from .default_model import find_model, usual_drafter
 from .errors import EngineError
 from .prompt_files import read_prompts
 
@@ -244,6 +245,45 @@ def chat(
     return Chat(llm, params, system, as_json).run()
 
 
+@app.command()
+def check(
+    prompts: options.OwnPrompts = None,
+    prompts_file: options.PromptsFile = None,
+    target: options.Target = None,
+    tokenizer: options.Tokenizer = None,
+    drafter: options.Drafter = None,
+    num_draft_tokens: options.NumDraftTokens = "5",
+    exact: options.Exact = None,
+    max_length: options.MaxLength = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    compile: options.Compile = False,
+    max_new_tokens: options.MaxNewTokens = 64,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> int:
+    """Check that a target's greedy text is that of transformers, and that a drafter leaves it as it is.
+
+    Where two texts part, it tells by how much the target preferred one token to the other: by next to nothing, if rounding
+    decided. The exit status is 1 where it was by more. (For times, see the demo.)
+    """
+    from .check import CheckOptions, run
+
+    chosen = _drafter(target, drafter)
+    settings = dict(
+        num_draft_tokens=_integer(num_draft_tokens),
+        exact=exact,
+        max_length=max_length,
+        dtype=dtype,
+        device=device,
+        tokenizer=tokenizer,
+        compile=compile,
+    )
+    given = read_prompts(prompts or [], prompts_file) if prompts or prompts_file else []
+    target = find_model() if target is None else target
+    return run(CheckOptions(target, None if chosen == "none" else chosen, settings, given, max_new_tokens, as_json))
+
+
 app.command()(train)  # help lists the commands in this order
 
 
@@ -257,15 +297,12 @@ def _integer(text: str) -> Any:
 
 def _drafter(target: str | None, drafter: str | None) -> str:
     """What was asked for, or what suits the target."""
-    from .default_model import usual_drafter
-
     return usual_drafter(target) if drafter is None else drafter
 
 
 def _load(target: str | None, drafter: str, **settings: Any) -> "Engine":
     import engine
 
-    from .default_model import find_model
     from .terminal import loading
 
     target = find_model() if target is None else target

@@ -146,6 +146,9 @@ Debug = Annotated[
 Prompts = Annotated[
     list[str] | None, typer.Argument(help="Prompts; without any, standard input is one.", metavar="PROMPT")
 ]
+OwnPrompts = Annotated[
+    list[str] | None, typer.Argument(help="Prompts; without any, those of the demo.", metavar="PROMPT")
+]
 PromptsFile = Annotated[
     str | None,
     _option(

@@ -25,6 +25,7 @@ from .terminal import (
     write_json,
     write_piece,
 )
+from .text_difference import first_difference
 
 if TYPE_CHECKING:
     from .config import SamplingParams
@@ -92,13 +93,6 @@ class Timing:
 def scatter(seconds: list[float]) -> float:
     """How far runs lie apart, as a share of their median."""
     return (max(seconds) - min(seconds)) / statistics.median(seconds)
-
-
-def first_difference(a: list[int], b: list[int]) -> int | None:
-    """Index of the first token at which two texts part; None if they are the same."""
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def run(options: DemoOptions) -> None:

@@ -12,13 +12,13 @@ from tiny_models import greedy, random_prompts, tiny
 
 import engine
 from bench.throughput import plots
-from bench.throughput.compare import Comparer, Difference, log_prob_gap
 from bench.throughput.methods import Row, up_to_end
 from bench.throughput.summary import CallFigures, Summary, summarize
 from bench.throughput.synthetic import SyntheticDrafter
 from bench.throughput.table import cost_ratio
 from bench.throughput.theory import expected_acceptance, fitted_acceptance
 from engine.metrics import expected_speedup, expected_tokens
+from engine.text_difference import Comparer, Difference, log_prob_gap
 
 # fixtures
 one_thread = throughput_runs.one_thread

@@ -13,12 +13,12 @@ from tqdm import tqdm
 from bench.figures import tidy
 from bench.throughput import plan
 from bench.throughput.bed import Bed
-from bench.throughput.compare import Comparer
 from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, synchronize
 from bench.throughput.options import Options
 from bench.throughput.ours import Ours
 from bench.throughput.prompts import Group, Prompt, cut, groups, render
 from bench.throughput.records import Records, unit_of
+from engine.text_difference import Comparer
 
 PLAINS = (OUR_PLAIN, "transformers plain")  # what texts are compared with
 WARMUP_TOKENS = 16

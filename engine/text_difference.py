@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.demo import first_difference
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -42,6 +40,13 @@ class Comparer:
                 self._gaps[key] = log_prob_gap(self._target, prompt + plain[:position], plain_token, token)
             gap = self._gaps[key] if math.isfinite(self._gaps[key]) else None
         return Difference(position, token, plain_token, gap)
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Index of the first token at which two texts part; None if they are the same."""
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def log_prob_gap(target: PreTrainedModel, text: list[int], token: int, other: int) -> float:
