@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 _all: "WeakSet[Graphs]" = WeakSet()
 _FEWEST = 2  # graphs that there must be memory for: the two halves of a round
 _one_at_a_time = threading.Lock()  # of all threads' captures, which share a stream and the kernels' counters
-_failed: list[Any] = []  # CUDA graphs; torch's allocators go on asking them which memory is theirs, so they must live
+_not_ended: list[
+    Any
+] = []  # CUDA graphs; torch's allocators go on asking them which memory is theirs, so they must live
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
@@ -85,16 +87,30 @@ class CudaCapture:
             )
             with _one_at_a_time, _garbage_kept(), graph:
                 return work()
-        except BaseException:  # a capture that cannot be ended leaves its stream current, and memory going to its pool
-            torch.cuda.set_stream(before)
-            _failed.append(self._graph)
-            with suppress(Exception):  # not public, and not wanted where the capture has been ended
-                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
-            # Else torch's own generator goes on believing that it is being captured, and refuses to draw.
-            with suppress(Exception):
-                generator = torch.cuda.default_generators[self._stream.device_index]
-                generator.graphsafe_set_state(generator.clone_state())
+        except BaseException:
+            if not self._has_ended():
+                self._give_up(before)
             raise
+
+    def _has_ended(self) -> bool:
+        """Whether the capture did, though what was captured may have failed; such a graph gives back its part of the pool."""
+        try:
+            self._graph.pool()
+        except RuntimeError:
+            return False
+        return True
+
+    def _give_up(self, before: torch.cuda.Stream) -> None:
+        """A capture that cannot be ended leaves its stream current, and all new memory going to its pool."""
+        torch.cuda.set_stream(before)
+        _not_ended.append(self._graph)
+        for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # not public
+            with suppress(Exception):
+                undo(self._stream.device_index, self._pool)
+        # Else torch's own generator goes on believing that it is being captured, and refuses to draw.
+        with suppress(Exception):
+            generator = torch.cuda.default_generators[self._stream.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
 
     def replay(self) -> None:
         self._graph.replay()
@@ -142,6 +158,8 @@ class Graphs:
         make_pool: makes a pool.
 
     Attributes:
+        planned: whether work was to be captured. Shapes of rounds go by this, so that they stay the same on all ranks that share a
+            model if one of them cannot capture.
         set_up: number of calls of `run` so far that did not only replay, where graphs are captured at all. Such calls take
             longer than later ones will.
         warming_up: what later rounds may need is to be captured now, though this one needs it not.
@@ -160,6 +178,7 @@ class Graphs:
         self._told_full = self._told_short = False  # warnings that are given once: more than max_graphs; no memory
         self._marks: list[Any] = []  # of a `Work`, see `follow`
         self._objects: list[ref[Any]] = []
+        self.planned = make_capture is not None
         self.set_up = 0
         self.warming_up = False
         _all.add(self)
@@ -179,6 +198,7 @@ class Graphs:
 
     @property
     def enabled(self) -> bool:
+        """Whether work is captured: no more, if it once could not be."""
         return self._make is not None
 
     @property
@@ -230,34 +250,35 @@ class Graphs:
             self._pool = self._make_pool()  # with its last graph, torch has given up the one before
         if (captured := self._capture(work)) is None:
             return work()
-        capture, result = self._captured[key] = captured
+        self._captured[key] = captured
         if len(self._captured) > self._max:
             self._forget_one()
-        capture.replay()
-        return result
+        return captured[1]
 
     def _capture(self, work: Callable[[], Any]) -> tuple[Capture, Any] | None:
-        """The capture and its result; None if it failed, after which there are fewer graphs, or none any more.
+        """The capture and its result, replayed once; None if it failed, after which there are fewer graphs, or none any more.
 
         Raises:
             EngineError: if the work itself raises one.
         """
-        assert self._make is not None
         try:
-            capture = self._make(self._pool)
-            return capture, capture.record(work)
-        except Exception as error:
-            causes = [each for each in (error.__context__, error) if each]  # two, where it could not be ended either
-            for cause in causes:
-                if isinstance(cause, EngineError):  # what the work itself has to say
-                    raise cause from None
-            if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes) and self._max > _FEWEST:
-                self._make_room()
-            else:  # whatever the model does that cannot be captured
-                logger.warning("CUDA graphs are off, rounds run eagerly: %s: %s", type(causes[0]).__name__, causes[0])
-                self._make = None  # for all work: torch makes no promises about captures after one that failed
-                self.clear()
+            return self._captured_anew(work)
+        except Exception as error:  # which keeps what has been computed so far, and is gone before room is made
+            lacks_memory, told = _what_failed(error)
+        if lacks_memory and self._max > _FEWEST:
+            self._make_room()
+        else:  # whatever the model does that cannot be captured
+            logger.warning("CUDA graphs are off, rounds run eagerly: %s", told)
+            self._make = None  # for all work: torch makes no promises about captures after one that failed
+            self.clear()
         return None
+
+    def _captured_anew(self, work: Callable[[], Any]) -> tuple[Capture, Any]:
+        assert self._make is not None
+        capture = self._make(self._pool)
+        result = capture.record(work)
+        capture.replay()  # the first time takes memory, too
+        return capture, result
 
     def _make_room(self) -> None:
         """Memory has run out: from now on, half as many graphs as there were may stay."""
@@ -286,6 +307,21 @@ class Graphs:
         """Forget all graphs, as a buffer that they use moves."""
         self._captured.clear()
         self._seen.clear()
+
+
+def _what_failed(error: Exception) -> tuple[bool, str]:
+    """Whether a capture lacked memory, and what to say of it.
+
+    Raises:
+        EngineError: if the work itself has raised one.
+    """
+    causes = [each for each in (error.__context__, error) if each]  # two, where it could not be ended either
+    for cause in causes:
+        if isinstance(cause, EngineError):  # what the work itself has to say
+            raise cause from None
+    of_driver = [each for each in causes if isinstance(each, torch.AcceleratorError) and "out of memory" in str(each)]
+    lacks_memory = bool(of_driver) or any(isinstance(cause, torch.OutOfMemoryError) for cause in causes)
+    return lacks_memory, f"{type(causes[0]).__name__}: {causes[0]}"
 
 
 def bucket(size: int, smallest: int) -> int:

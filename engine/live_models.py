@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import EngineError
 from .graphs import Work
@@ -33,17 +33,18 @@ def make_ready(target: RaggedModel) -> None:
 
 
 def work_of(models: Iterable[nn.Module]) -> Work:
-    """That of these models: their modules, parameters, hooks and adapters.
+    """That of these models: their modules, parameters and buffers and where these lie, hooks and adapters.
 
-    Values of parameters do not count, as a graph reads them where they lie; nor do transformers' own hooks, which its first calls add.
+    Values do not count, as a graph reads them where they lie; nor do transformers' own hooks, which its first calls add.
     """
     marks: list[Any] = []
     objects: list[Any] = []
     for module in (module for model in models for module in model.modules()):
         members = vars(module)
-        own = [module, *(parameter for parameter in module._parameters.values() if parameter is not None)]
-        objects += own
-        marks += map(id, own)
+        tensors = [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+        objects += [module, *tensors]
+        marks += map(id, (module, *tensors))
+        marks += map(_address, tensors)  # another behind `parameter.data = ...`, or when the model has been elsewhere
         if "forward" in members:
             marks.append(members["forward"])
         for hooks in (module._forward_pre_hooks, module._forward_hooks):  # by numbers that no other hook gets
@@ -55,3 +56,11 @@ def work_of(models: Iterable[nn.Module]) -> Work:
         if "_disable_adapters" in members:
             marks.append(repr([members.get(name) for name in _OF_ADAPTERS]))
     return Work(marks, objects)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its data lies; 0 where that cannot be told, as of tensors that consist of others."""
+    try:
+        return int(getattr(tensor, "_local_tensor", tensor).data_ptr())  # a rank's slice
+    except RuntimeError:
+        return 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import AttentionSwitch
-from .backend import MAX_HEAD_DIM
+from .backend import MAX_HEAD_DIM, uses_kernels
 from .cache import RaggedCache
 from .compiled import CompiledForward
 from .decoder_layers import DecoderLayers, outputs_of
@@ -44,6 +44,8 @@ PREFILL_WIDTH = 512  # at most, of a call that reads prompts
 def uses_ragged_kernel(model: PreTrainedModel) -> bool:
     """Whether our kernels write K/V and attend to it, in place of indexing and a mask: on a GPU, where they pay."""
     if model.device.type != "cuda" or model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if torch.cuda.get_device_capability(model.device)[0] < 8:  # compiled for sm_75, it spills a thousand bytes a thread
         return False
     name = model.config.get_text_config().model_type
     if name in OWN_MASK or (name in WINDOW_IN_MASK_ALONE and any(windows(model.config).values())):
@@ -98,6 +100,8 @@ class RaggedModel:
         self.device, self.dtype = model.device, model.dtype
         self.config = model.config.get_text_config()
         reason = why_eager(model)
+        if reason is None and self.device.type == "cuda" and not uses_kernels(next(model.parameters())):
+            reason = f"torch's operations, which take the place of kernels here ({self.dtype}), wait for the device"
         self.capturable = reason is None
         if reason is not None and self.device.type == "cuda":
             logger.warning("the %s runs without CUDA graphs: %s", role, reason)

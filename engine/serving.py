@@ -112,7 +112,7 @@ class Server:
         second time that it comes."""
         possible = self._lengths.possible if self._round.drafter is not None else []
         drafts = [number for number in possible if number]
-        if not self._round.graphs.enabled:
+        if not self._round.graphs.planned:
             return [0, *drafts]
         rounds = [0, 0]
         for number in drafts:
@@ -237,7 +237,7 @@ class Server:
 
         Slots between these that are free cost little. Where all rounds are to have the same shapes, a round begins at slot 0.
         """
-        same_shapes = self._round.graphs.enabled or self._round.target.exact
+        same_shapes = self._round.graphs.planned or self._round.target.exact
         first = 0 if same_shapes else min(running)
         rows = slice(first, self._slots.num_rows(1 + max(running)))
         processors = ((slot - first, request.params.logits_processor) for slot, request in running.items())
@@ -248,7 +248,7 @@ class Server:
         """Tokens to draft in a round; `queued`: some requests are yet to run, so that free slots are wanted."""
         remaining = [request.limit - request.length for request in running.values()]
         room = max(remaining) - 1
-        if self._round.graphs.enabled:
+        if self._round.graphs.planned:
             room = max(room, self._lengths.num_draft_tokens)  # a shorter round would be another graph
         return self._lengths.choose(list(running), room, self._ends_early(state), None if queued else remaining)
 
@@ -256,7 +256,7 @@ class Server:
         """Whether the drafter stops by itself where drafting on would not pay, and `_trim` can cut what it drafts."""
         ends_early = getattr(self._round.drafter, "ends_early", None)
         return (
-            ends_early is not None and state.all_greedy and not self._round.graphs.enabled and bool(ends_early(state))
+            ends_early is not None and state.all_greedy and not self._round.graphs.planned and bool(ends_early(state))
         )
 
     def _trim(self, rows: list[int], first: int) -> Callable[[Proposal], Proposal]:
@@ -266,7 +266,7 @@ class Server:
             rows: the slots that run.
             first: the slot of the proposal's first row.
         """
-        if self._round.graphs.enabled or self._state.tokens.device.type != "cpu":
+        if self._round.graphs.planned or self._state.tokens.device.type != "cpu":
             return lambda proposal: proposal
         return lambda proposal: self._lengths.trim(proposal, rows, first)
 

@@ -78,7 +78,7 @@ class Slots:
 
         With CUDA graphs few different numbers, as each is a graph; always the same for exact calls, which read all rows anyway.
         """
-        if not self._round.graphs.enabled:
+        if not self._round.graphs.planned:
             return num_rows
         most = self._config.max_batch_size
         return most if self._round.target.exact else min(bucket(num_rows, 1), most)
@@ -103,7 +103,7 @@ class Slots:
         """
         params = [request.params for request in requests]
         longest = max(min(request.length + unread, request.limit) for request in requests)
-        if self._round.graphs.enabled:  # few different numbers, for few graphs
+        if self._round.graphs.planned:  # few different numbers, for few graphs
             longest = min(bucket(longest, 256), self.state.tokens.shape[1] - 1)
         return self.state.select(
             rows,

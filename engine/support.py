@@ -173,9 +173,12 @@ def _why_experts_wait(model: PreTrainedModel) -> str | None:
     way = getattr(model.config, "_experts_implementation", None)
     if way == "eager":
         return "experts are called one by one, as many as the host finds to be wanted"
-    # torch has a kernel for bf16 from sm_90 on. Elsewhere its grouped product reads the groups' sizes on the host.
-    if way == "grouped_mm" and (model.dtype != torch.bfloat16 or torch.cuda.get_device_capability(model.device)[0] < 9):
-        return f"torch's grouped products wait for the device in {model.dtype} here (not in bfloat16 on sm_90)"
+    # torch has a kernel for bf16 on sm_90 and sm_100. Elsewhere its grouped product reads the groups' sizes on the host.
+    has_kernel = model.dtype == torch.bfloat16 and torch.cuda.get_device_capability(model.device)[0] in (9, 10)
+    if way == "grouped_mm" and not has_kernel:
+        return (
+            f"torch's grouped products wait for the device in {model.dtype} here (not in bfloat16 on sm_90 and sm_100)"
+        )
     return None
 
 

@@ -63,7 +63,7 @@ def forget() -> None:
     """What the engine keeps of a device for the life of a process: other tests must not find it."""
     graphs.clear_all()
     graphs._capture_stream.cache_clear()
-    graphs._failed.clear()
+    graphs._not_ended.clear()
     ngram._chances_on.cache_clear()
     workspace.stream_memory().clear()
     workspace._reserved.clear()
@@ -81,6 +81,11 @@ def pretended() -> Iterator[Device]:
     class Graph:
         def __init__(self) -> None:
             self.log: Log | None = None
+            self.ended = False
+
+        def pool(self) -> None:
+            if not self.ended:
+                raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
 
         def replay(self) -> None:
             assert self.log is not None, "a graph that was not captured"
@@ -94,10 +99,14 @@ def pretended() -> Iterator[Device]:
         device.capturing = log = Log()
         try:
             yield
+            graph.log = log
+            graph.ended = True
+        except torch.OutOfMemoryError:  # breaks off what is captured, and does not invalidate the capture
+            graph.ended = True
+            raise
         finally:
             device.capturing = None
             device.has_captured(log)
-        graph.log = log
 
     launch, builder = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder
 

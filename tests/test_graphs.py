@@ -1,5 +1,6 @@
 """Capture and replay, with a capture that records Python instead of CUDA work: what it replays must still be right."""
 
+import gc
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -318,6 +319,69 @@ def test_without_memory_for_a_rounds_graphs_there_are_none(caplog: pytest.LogCap
     graphs = Graphs(lambda pool: Full())
     assert [graphs.run("a", lambda: 3) for _ in range(5)] == [3] * 5 and not graphs.enabled
     assert caplog.records[-1].message == "CUDA graphs are off, rounds run eagerly: OutOfMemoryError: no more"
+
+
+def test_memory_that_the_driver_lacks() -> None:
+    """For a graph itself, or its first replay."""
+
+    class Full(Replay):
+        def replay(self) -> None:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+
+    graphs = Graphs(lambda pool: Full())
+    assert [graphs.run("a", lambda: 3) for _ in range(3)] == [3] * 3
+    assert graphs.enabled and graphs._max == 2 and not len(graphs)
+
+
+def test_what_a_failed_capture_has_made_is_gone_before_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    class Full(Replay):
+        def record(self, work: Callable[[], Any]) -> Any:
+            work()
+            raise AssertionError
+
+    def work() -> int:
+        activation = torch.empty(1000)
+        made.append(weakref.ref(activation))
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("no more")
+        return 3
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(made[1]() is not None))
+    graphs = Graphs(lambda pool: Full())
+    gc.disable()
+    try:
+        assert [graphs.run("a", work) for _ in range(2)] == [3] * 2
+    finally:
+        gc.enable()
+    assert alive == [False]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_calls_keep_their_shapes_where_nothing_can_be_captured_any_more(exact: bool) -> None:
+    """Other ranks may share the model, and go on with their graphs."""
+
+    class Failing(Replay):
+        def record(self, work: Callable[[], Any]) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    target, seen = tiny("llama", max_position_embeddings=600), []
+    for kind in (Replay, Failing):
+        llm = engine.load(target, num_draft_tokens=3, max_batch_size=4, exact=exact)
+        llm._target.graphs = CountedGraphs(lambda pool, llm=llm, kind=kind: kind(llm._server._state))
+        shapes, decode = [], llm._target.decode
+
+        def noted(tokens: torch.Tensor, *, shapes: Any = shapes, decode: Any = decode, **more: Any) -> torch.Tensor:
+            shapes.append((tokens.shape, more["kv_length"]))
+            return decode(tokens, **more)
+
+        llm._target.decode = noted  # type: ignore[method-assign]
+        llm.warmup()
+        llm.generate(random_prompts(6), engine.SamplingParams(max_new_tokens=30))
+        seen.append(shapes)
+    assert not llm._target.graphs.enabled and set(seen[0]) == set(seen[1])
 
 
 def test_what_is_wrong_with_a_proposal_is_no_failed_capture(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pretend_cuda import pretended
 from pretend_tensors import Device, OnCuda
-from tiny_models import CONFIGS, GROUPED_EXPERTS, perturbed, tiny
+from tiny_models import CONFIGS, GROUPED_EXPERTS, greedy, perturbed, tiny
 
 import engine
 from bench import attention_cases, end_to_end, targets, timing
@@ -20,6 +20,7 @@ from bench.figures import Figures
 from engine.draft_length import FixedLength
 from engine.gpu_layers import GpuLayerParts
 from engine.graphs import Graphs
+from engine.graphs import _not_ended as not_ended
 from engine.kernels import attention
 from engine.model import RaggedModel
 from engine.serving import Server
@@ -385,6 +386,7 @@ def test_every_architecture(device: Device, monkeypatch: pytest.MonkeyPatch, nam
     [
         ("mixtral", torch.bfloat16, (9, 0), "grouped_mm", None),
         ("gpt_oss", torch.bfloat16, (10, 0), "grouped_mm", None),
+        ("mixtral", torch.bfloat16, (12, 0), "grouped_mm", "grouped products wait for the device in torch.bfloat16"),
         ("mixtral", torch.float16, (9, 0), "grouped_mm", "grouped products wait for the device in torch.float16"),
         ("gpt_oss", torch.float32, (9, 0), "grouped_mm", "grouped products wait for the device in torch.float32"),
         ("mixtral", torch.bfloat16, (8, 0), "grouped_mm", "grouped products wait for the device in torch.bfloat16"),
@@ -409,6 +411,38 @@ def test_experts_that_wait_are_known_beforehand(
         model.set_experts_implementation(way)
     assert RaggedModel(model, 2).capturable == (reason is None)
     assert (reason or "") in caplog.text and bool(caplog.text) == bool(reason)
+
+
+@pytest.mark.parametrize("dtype, kernels", [(torch.float64, ""), (torch.float32, "torch")])
+def test_without_kernels_nothing_is_captured(
+    device: Device, dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ENGINE_KERNELS", kernels)
+    assert not engine.load(target(dtype=dtype).to("cuda"))._target.graphs.enabled
+    assert "torch's operations, which take the place of kernels here" in caplog.text
+
+
+def test_a_device_that_the_attention_kernel_does_not_suit(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    llm = engine.load(target().to("cuda"), num_draft_tokens=2, max_batch_size=1, exact=False)
+    assert llm._target.graphs.enabled and not llm._target.cache.whole_buffers
+    params = engine.SamplingParams(max_new_tokens=9)
+    assert llm.generate([5, 6, 7], params).token_ids == greedy(target(), [5, 6, 7], 9)
+
+
+@pytest.mark.parametrize("what", ["parameters", "buffers"])
+def test_weights_that_lie_elsewhere_are_read_there(device: Device, what: str) -> None:
+    """As when a model has been on the host meanwhile: its parameters are the same objects."""
+    model = target().to("cuda")
+    llm, params = engine.load(model, drafter=None, exact=False), engine.SamplingParams(max_new_tokens=9)
+    for _ in range(2):
+        before = llm.generate([5, 6, 7], params).token_ids
+    assert len(llm._target.graphs)
+    for tensor in getattr(model, what)():
+        tensor.value = tensor.value.flip(0).contiguous()  # type: ignore[attr-defined]
+    after = llm.generate([5, 6, 7], params).token_ids
+    llm._target.graphs.clear()
+    assert after == llm.generate([5, 6, 7], params).token_ids != before
 
 
 def test_exact_text_with_and_without_drafts(device: Device) -> None:
@@ -465,6 +499,24 @@ def test_what_waits_cannot_be_captured(device: Device, reads: str, caplog: pytes
         for _ in range(2):
             graphs.run("key", work)
     assert not graphs.enabled and "capturing" in caplog.text and device.waits == waited + 2
+
+
+@pytest.mark.parametrize(
+    "failure, kept", [(torch.OutOfMemoryError("no more"), 0), (RuntimeError("not permitted when capturing"), 1)]
+)
+def test_of_captures_that_failed_only_those_without_an_end_are_kept(
+    device: Device, failure: Exception, kept: int
+) -> None:
+    """The others give back their part of the pool."""
+
+    def work() -> None:
+        if device.capturing is not None:
+            raise failure
+
+    graphs = Graphs.for_device(torch.device("cuda", 0))
+    for _ in range(2):
+        graphs.run("key", work)
+    assert len(not_ended) == kept
 
 
 def test_there_are_counters_for_every_capture(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
