@@ -36,7 +36,9 @@ def train(
             metavar="FILE",
         ),
     ],
-    out: Annotated[Path, _option("--out", "Folder for the drafter; a run that was stopped goes on.", None)],
+    out: Annotated[
+        str, _option("--out", "Folder for the drafter; a run that was stopped goes on.", None, metavar="FOLDER")
+    ],
     target: options.Target = None,
     dtype: options.Dtype = _DEFAULT.dtype,
     device: options.Device = _DEFAULT.device,
@@ -143,7 +145,6 @@ def train(
     """
     from .default_model import find_model
 
-    out = out.expanduser()
     texts = [_unanswered(prompt) for prompt in read_prompts([], prompts)]
     chosen = TrainingOptions(
         method=method, target=find_model() if target is None else target, chat=chat,
@@ -166,8 +167,9 @@ def train(
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from what is in {out}", file=sys.stderr)
         raise
-    place = str(out) if out.is_absolute() else f"./{out}"  # a bare name may be that of another drafter
+    folder = Path(out).expanduser()
+    place = str(folder) if folder.is_absolute() else f"./{folder}"  # a bare name may be that of another drafter
     hint = ", behind generate --chat if the target has a chat template," if chat else ""
     print(
-        f"the {method} drafter is in {out}: use it{hint} with --target {quote(chosen.target)} --drafter {quote(place)}"
+        f"the {method} drafter is in {folder}: use it{hint} with --target {quote(chosen.target)} --drafter {quote(place)}"
     )

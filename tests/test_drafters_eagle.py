@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -153,6 +154,14 @@ PUBLISHED: dict[str, tuple[Head, dict[str, Any], Change]] = {
     ),
     "no draft vocabulary": (Head(), dict(draft_vocab_size=None), lambda tensors: None),
     "the target's number of layers": (Head(**REDUCED), dict(num_hidden_layers=36), lambda tensors: None),
+    "layers by their outputs": (  # AngelSlim's
+        Head(**REDUCED, layers=(2, 5, 6)), dict(eagle_config=None, aux_hidden_states_layer_ids=[1, 4, 5]), lambda tensors: None
+    ),
+    "mrope": (
+        Head(**REDUCED),
+        dict(rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]}, rope_theta=10000.0, rope_parameters=None),
+        lambda tensors: None,
+    ),
     "one state as it is": (
         Head(**ONE_STATE), dict(eagle_config={"use_aux_hidden_state": False}), lambda tensors: None
     ),
@@ -170,6 +179,19 @@ def test_heads_as_they_are_published(target: PreTrainedModel, tmp_path: Path, na
     assert type(drafter) is EagleDrafter
     drafter.min_reach = 0.0
     check_drafts(target, drafter, head)
+
+
+def test_layers_that_no_config_names_are_logged(
+    target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = Head(**REDUCED, layers=(2, 3, 4)).speculators(tmp_path / "named")
+    with caplog.at_level(logging.INFO, "engine"):
+        for folder in (named, Head(**REDUCED).speculators(tmp_path / "unnamed")):
+            engine.load(target, folder)
+    (message,) = (record.message for record in caplog.records if "hidden states" in record.message)
+    assert (
+        message.startswith(f"{tmp_path / 'unnamed'} does not say which") and "those of most heads, [2, 3, 4]" in message
+    )
 
 
 def test_a_config_that_describes_the_targets_layers(tmp_path: Path) -> None:

@@ -269,6 +269,11 @@ def test_other_weights_in_the_folder(tmp_path: Path) -> None:
             {"0.0.linear.weight": torch.tensor(1.0)},
             r"at least one dimension, got a number as \['0\.0\.linear\.weight'\]",
         ),
+        (
+            {"model.layers.0.self_attn.q_proj.weight": torch.zeros(3)},
+            "Medusa heads alone, got a whole model with heads$",
+        ),
+        ({f"0.7.{i}": torch.zeros(3) for i in range(30)}, r"extra 0\.7\.3 \[3\]; and 6 more$"),
         ({"0.1.weight": torch.tensor(1.0)}, r"at least one dimension, got a number as \['0\.1\.weight'\]"),
     ],
 )

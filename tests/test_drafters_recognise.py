@@ -200,12 +200,25 @@ def test_kinds_that_are_not_supported(target: PreTrainedModel, tmp_path: Path) -
         ({"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel"),
         ({"architectures": ["PEagleDraftModel"]}, "PEagleDraftModel"),
         ({"dflash_config": {}}, "DFlash"),
+        ({"architectures": ["LlamaForCausalLMEagle3Deep"]}, "LlamaForCausalLMEagle3Deep"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True}, "P-EAGLE"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 0}, "P-EAGLE"),
     ):
         folder = write(
             tmp_path / "named", {**LAYER, "model_type": "qwen3", **more}, {"fc.weight": torch.zeros(2, 2)}, "a.bin"
         )
         with pytest.raises(ValueError, match=f"of a kind that is supported .*, got the architecture {name}$"):
             engine.load(target, drafter=folder)
+
+
+def test_a_head_in_two_kinds_of_files(tmp_path: Path) -> None:
+    """All of them are read where the kind of drafter is told by the names of tensors, too."""
+    folder = MAKE["eagle-1"][1](tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save({"fc.weight": tensors.pop("fc.weight")}, folder / "last.pt")
+    torch.save(tensors, folder / "first.bin")
+    assert type(recognise(folder)) is EagleDrafter
 
 
 def test_a_draft_model_without_all_of_its_weights(target: PreTrainedModel, tmp_path: Path) -> None:

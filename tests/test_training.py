@@ -720,6 +720,8 @@ def test_bad_input_is_refused_before_any_work(
 
 def test_out_that_holds_something_else(target: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="out must be a folder, got ''"):
+        train_drafter(PROMPTS, "", options(target))
     with pytest.raises(ValueError, match=r"out must be a folder, got the file .*file"):
         train_drafter(PROMPTS, tmp_path / "file", options(target))
     for name in ("notes.txt", "work/answers.jsonl"):
@@ -856,6 +858,11 @@ def test_prompts_can_be_learned_too(method: str, target: Path, tmp_path: Path) -
 
 def test_heads_that_cannot_be_started_from(target: Path, whole: Path, tmp_path: Path) -> None:
     wider = write_target(tmp_path / "wider", intermediate_size=80)
+    window = tmp_path / "window"
+    shutil.copytree(whole, window, ignore=shutil.ignore_patterns("work"))
+    config = json.loads((window / "config.json").read_text())
+    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 4}
+    (window / "config.json").write_text(json.dumps(config))
     for head, aim, changes, message in (
         (whole, target, {"layers": (0, 2)}, r"layers must be \[0, 1, 2\], those of the head .*, got \[0, 2\]"),
         (
@@ -867,9 +874,11 @@ def test_heads_that_cannot_be_started_from(target: Path, whole: Path, tmp_path: 
         (whole, wider, {}, r"start_from must be .*; it differs in \['layers.0.mlp.down_proj.weight', "),
         (target, target, {}, "start_from must be an EAGLE-3 head, got "),
         ("ngram", target, {}, "start_from must be an EAGLE-3 head, got 'ngram'"),
+        ("no/such", target, {}, "^start_from must be an existing path or a hub id that can be had, got 'no/such'"),
+        (window, target, {}, "start_from must be a head that attends to all of a text, got one with a sliding window"),
         ("./missing", target, {}, "start_from must be an existing path or a hub id, got './missing'"),
     ):
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
+        with pytest.raises((ValueError, OSError), match=message):
             train_drafter(PROMPTS, tmp_path / "out", options(aim, start_from=str(head), **changes))
         assert not (tmp_path / "out").exists()
 

@@ -617,3 +617,4 @@ def test_frequent_tokens() -> None:
     assert frequent_tokens(answers, 12, 4).tolist() == [3, 5, 7, 9]  # 3, 2, 2.0 and 1.1 times
     assert frequent_tokens(answers, 12, 6).tolist() == [1, 2, 3, 5, 7, 9]
     assert frequent_tokens(answers, 12, 100).tolist() == list(range(12))
+    assert frequent_tokens(answers, 12, 9, known=torch.tensor([0, 11, 9])).tolist() == [0, 1, 2, 3, 5, 7, 8, 9, 11]

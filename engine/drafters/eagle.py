@@ -1,5 +1,6 @@
 """Drafting with an EAGLE head, as a chain; the network is in `eagle_model.py`."""
 
+import logging
 from collections.abc import Hashable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from .eagle_files import build
 from .eagle_model import EagleModel, usual_layers
 from .head_files import HeadFiles, check_made_for, read_head
 from .proposals import any_reaches, check_min_reach, confidence, likeliest, noise, nothing, side_by_side
+
+logger = logging.getLogger(__name__)
 
 # Where a draft is less likely than this to be accepted, the next is not worth a step of a tenth of a target call.
 MIN_REACH = 0.3
@@ -96,7 +99,7 @@ class EagleDrafter:
             ValueError: if the head was made for a target of another size.
         """
         config, count = self.model.config, target.config.num_hidden_layers
-        layers = self.layers or (usual_layers(count) if config.eagle == 3 and config.fuses else (count,))
+        layers = self.layers or self._usual_layers(count)
         if max(layers) > count or min(layers) < 0:
             raise ValueError(f"{self._source} reads hidden states {list(layers)}, but the target has {count} layers")
         check_made_for(target, self._source, config.feature_size, config.vocab_size)
@@ -112,6 +115,19 @@ class EagleDrafter:
         if not has_dynamic_rope(config):  # such rotary embeddings go on; heads are often trained on short texts
             self._ragged.context_length = max(self._ragged.context_length, target.context_length)
         self._filled = torch.zeros(target.num_slots, dtype=torch.int64, device=target.device)
+
+    def _usual_layers(self, count: int) -> tuple[int, ...]:
+        """Those of a target of so many layers that heads like this one read."""
+        if self.model.config.eagle != 3 or not self.model.config.fuses:
+            return (count,)
+        layers = usual_layers(count)
+        logger.info(
+            "%s does not say which hidden states it reads, so it gets those of most heads, %s; if few of its drafts stand, try "
+            "others: engine.EagleDrafter.from_pretrained(folder, layers=(...))",
+            self._source,
+            list(layers),
+        )
+        return layers
 
     def _borrow(self, target: RaggedModel) -> Tensor | None:
         """Take from the target what the checkpoint has not.

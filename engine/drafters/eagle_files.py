@@ -12,6 +12,7 @@ from .eagle_model import EagleModel, eagle_config
 from .head_files import HeadFiles, fill
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_OUTPUT_IDS = "aux_hidden_states_layer_ids"  # AngelSlim's: outputs of layers, counted from 0
 # In the EAGLE repository's EAGLE-3, and in EAGLE-1 of the speculators format.
 _OTHER_PREFIXES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
 
@@ -127,6 +128,9 @@ def _layer_config(files: HeadFiles, tensors: dict[str, Tensor]) -> Any:
     kind = "qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama"
     layer["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors
     layer["mlp_bias"] = "layers.0.mlp.gate_proj.bias" in tensors
+    rope = layer.get("rope_scaling")
+    if isinstance(rope, dict) and "mrope" in (rope.get("type"), rope.get("rope_type")):  # of text, the usual positions
+        layer["rope_scaling"] = {**rope, "type": "default", "rope_type": "default"}
     if any("midlayer." in name for name in files.tensors):
         layer["num_hidden_layers"] = 1  # some configs tell how many the target has, and of what types
         if isinstance(types := layer.get("layer_types"), list):
@@ -143,11 +147,12 @@ def _layers(config: dict[str, Any], nested: dict[str, Any], file: Path) -> tuple
     In the nested part they are outputs of layers, counted from 0, if the first is 1 (SpecForge and ModelOpt write it so, and
     SGLang reads it so; sgl-project/sglang#25454), and inputs otherwise, as at the top level.
     """
-    own = config.get(_LAYER_IDS)
-    layers = own or nested.get(_LAYER_IDS)
-    if not layers:
+    for name, given in ((_LAYER_IDS, config), (_LAYER_IDS, nested), (_OUTPUT_IDS, config)):
+        if layers := given.get(name):
+            break
+    else:
         return None
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-        raise ValueError(f"{file} must hold a list of layers {_LAYER_IDS!r}, got {layers!r}")
-    outputs = not own and layers[0] == 1
+        raise ValueError(f"{file} must hold a list of layers {name!r}, got {layers!r}")
+    outputs = name == _OUTPUT_IDS or (given is nested and layers[0] == 1)
     return tuple(layer + outputs for layer in layers)

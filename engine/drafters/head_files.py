@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..model import RaggedModel
 
+_LISTED = 24  # tensors that a message lists; a whole model has hundreds
 # What trainers (transformers, accelerate) leave beside the weights.
 _NO_WEIGHTS = {
     f"{name}.{end}"
@@ -64,7 +65,7 @@ def read_head(folder: Path) -> HeadFiles:
     Raises:
         ValueError: if there are no weights, or a file is damaged.
     """
-    files = weight_files(folder, "*.safetensors") or weight_files(folder, "*.bin", "*.pt")
+    files = weight_files(folder)
     if not files:
         raise ValueError(f"drafter must be a folder with *.safetensors, *.bin or *.pt files, got {folder} without one")
     tensors: dict[str, Tensor] = {}
@@ -75,9 +76,10 @@ def read_head(folder: Path) -> HeadFiles:
     return HeadFiles(folder, read_head_config(folder), tensors)
 
 
-def weight_files(folder: Path, *patterns: str) -> list[Path]:
-    """The files that these patterns match, without those that a trainer has left there: they are no files of tensors."""
-    return sorted(file for pattern in patterns for file in folder.glob(pattern) if file.name not in _NO_WEIGHTS)
+def weight_files(folder: Path) -> list[Path]:
+    """*.safetensors, or else *.bin and *.pt files; without those that a trainer has left there, which hold no tensors by name."""
+    found = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
+    return [file for file in found if file.name not in _NO_WEIGHTS]
 
 
 @contextmanager
@@ -182,6 +184,8 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: Path, optiona
         if name in wanted and value.shape != wanted[name].shape
     ]
     if wrong:
-        raise ValueError(f"{source} must hold the tensors of a {type(module).__name__}: " + "; ".join(wrong))
+        more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
+        listed = "; ".join(wrong[:_LISTED] + more)
+        raise ValueError(f"{source} must hold the tensors of a {type(module).__name__}: {listed}")
     module.load_state_dict(dict(tensors), strict=False)
     return missing

@@ -101,6 +101,8 @@ def build(files: HeadFiles) -> MedusaHeads:
             f"{files.folder} must hold tensors of Medusa heads, such as 0.0.linear.weight or blocks.0.layers.0.weight, got "
             f"{sorted(files.tensors)[:5]}"
         )
+    if any(".self_attn." in name for name in tensors):
+        raise ValueError(f"{files.folder} must hold Medusa heads alone, got a whole model with heads")
     if config.get("original_lm_head") and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
         tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
     if numbers := sorted(name for name, value in files.tensors.items() if not value.dim()):

@@ -32,11 +32,12 @@ def split_stages(name: str) -> list[str]:
     return [found[1], *split_stages(found[2])] if found else [name]
 
 
-def named(name: str, before_another: bool = False) -> Drafter | str:
+def named(name: str, before_another: bool = False, role: str = "drafter") -> Drafter | str:
     """The drafter of one part of a name; that of a draft model, MODEL or "staged:MODEL", is returned as it is.
 
     Args:
         before_another: in a cascade, another part follows.
+        role: the argument that has the name, for messages about a hub id.
 
     Raises:
         ValueError: for a layer_skip without layers, a staged drafter without a draft model, a name that is misspelt, or a
@@ -55,7 +56,7 @@ def named(name: str, before_another: bool = False) -> Drafter | str:
     head = find_head(name)
     if head is None:
         _check_spelling(name)
-    return recognise(head or name) or name
+    return recognise(head or name, role) or name
 
 
 def _check_spelling(name: str) -> None:

@@ -19,11 +19,13 @@ from .mlp import MlpSpeculatorDrafter
 SPECULATORS = ("eagle3", "eagle")  # values of speculators_model_type
 # Parts of names of architectures that draft in other ways than those known here, lower case; transformers would take some of
 # these checkpoints for a draft model without most of its weights.
-UNSUPPORTED = ("dflash", "dspark", "peagle", "mtp")
+UNSUPPORTED = ("dflash", "dspark", "peagle", "mtp", "eagle3deep")
+# Keys of configs whose architecture is named like that of a head known here, or of the target; and what they are of.
+_UNSUPPORTED_KEYS = {"dflash_config": "DFlash", "parallel_drafting": "P-EAGLE", "ptd_token_id": "P-EAGLE"}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
-def recognise(location: str | Path) -> Drafter | None:
+def recognise(location: str | Path, role: str = "drafter") -> Drafter | None:
     """The learned drafter in a folder or a hub repository; None if it is none of those known here (a draft model, then).
 
     The config decides; for the first EAGLE heads, which have that of their target with one layer, the names of the tensors.
@@ -40,7 +42,7 @@ def recognise(location: str | Path) -> Drafter | None:
         return _from_folder(folder, read_head_config(folder))
     if folder.exists() or not may_be_hub_id(str(location)):
         return None
-    with naming_errors(str(location), "drafter"):
+    with naming_errors(str(location), role):
         config = read_head_config(Path(str(cached_file(str(location), "config.json"))).parent)
     if _kind(config) is None and not _may_be_eagle(config):
         return None
@@ -64,8 +66,9 @@ def _kind(config: dict[str, Any], names: Collection[str] = ()) -> Any:
     architectures = config.get("architectures") or []
     architectures = [architectures] if isinstance(architectures, str) else architectures
     others = [str(name) for name in architectures if any(part in str(name).lower() for part in UNSUPPORTED)]
-    if "dflash_config" in config:  # some call themselves by their target's architecture
-        others.append("DFlash")
+    others += [
+        kind for key, kind in _UNSUPPORTED_KEYS.items() if (value := config.get(key)) is not None and value is not False
+    ]
     if others:
         raise ValueError(
             f"drafter must be of a kind that is supported (see engine.load), got the architecture {others[0]}"
@@ -90,12 +93,9 @@ def _names(folder: Path, config: dict[str, Any]) -> list[str]:
     if "model_type" in config and not _may_be_eagle(config):
         return []
     names: list[str] = []
-    for pattern in _WEIGHTS:
-        for file in weight_files(folder, pattern):
-            with reading(file):
-                names += _names_in(file)
-        if names:
-            break
+    for file in weight_files(folder):
+        with reading(file):
+            names += _names_in(file)
     return names
 
 

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..decoder_layers import DecoderLayers
 from ..drafters.eagle_model import EagleModel, eagle_config
-from ..support import context_length
+from ..support import context_length, windows
 from .batches import Batch
 from .objectives import STEP_DECAY
 from .options import check_loss
@@ -231,7 +231,7 @@ def check_start(head: EagleModel, layers: tuple[int, ...], target: PreTrainedMod
     """Check that a training for the target can begin with this head, which reads these hidden states.
 
     Raises:
-        ValueError: naming the tensors by which it differs from the heads that `Eagle3Training` makes, or the layer.
+        ValueError: naming the tensors or the setting by which it differs from the heads that `Eagle3Training` makes, or the layer.
     """
     config = target.config.get_text_config()
     if len(layers) != head.config.num_features:
@@ -243,6 +243,8 @@ def check_start(head: EagleModel, layers: tuple[int, ...], target: PreTrainedMod
             f"start_from must be a head that reads the target between layers or behind its last norm, got one that reads "
             f"what comes before that norm ({config.num_hidden_layers} in {list(layers)})"
         )
+    if any(windows(head.config).values()):
+        raise ValueError("start_from must be a head that attends to all of a text, got one with a sliding window")
     with torch.device("meta"):
         own = EagleModel(head_config(config, head.config.num_features, head.config.draft_vocab_size)).state_dict()
     theirs = head.state_dict()

@@ -61,6 +61,8 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
             there is still there then, and the same call goes on from it.
         EngineError: if the training diverges, or the target can answer fewer than two prompts.
     """
+    if not str(out):
+        raise ValueError(f"out must be a folder, got {out!r}")
     out = Path(out).expanduser()
     _check_prompts(prompts)
     settings = _settings(options, prompts)
@@ -244,7 +246,7 @@ def _head_to_start_from(options: TrainingOptions) -> EagleDrafter:
     name = str(options.start_from)
     if find_head(name) is None:
         existing_path(name, "start_from")
-    found = named(name)
+    found = named(name, role="start_from")
     if not isinstance(found, EagleDrafter) or found.model.config.eagle != 3:
         raise ValueError(f"start_from must be an EAGLE-3 head, got {name!r}")
     if options.layers and found.layers and options.layers != found.layers:
@@ -271,7 +273,8 @@ def _objective(
         made = DraftModelTraining(target, options.num_layers, options.loss)
     else:
         if start is None or start.model.head_is_targets:
-            ids = frequent_tokens(answers, vocab_size(target), options.draft_vocab_size)
+            known = None if start is None else start.model.target_ids
+            ids = frequent_tokens(answers, vocab_size(target), options.draft_vocab_size, known)
         else:
             ids = start.model.target_ids
         begin_with = None if start is None else start.model
@@ -281,9 +284,17 @@ def _objective(
     return made.to(target.device)
 
 
-def frequent_tokens(answers: Sequence[Answer], num_tokens: int, count: int) -> torch.Tensor:
-    """The `count` most frequent of the ids below `num_tokens`, ascending; one in a prompt counts a tenth. [count] int64."""
+def frequent_tokens(
+    answers: Sequence[Answer], num_tokens: int, count: int, known: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The `count` most frequent of the ids below `num_tokens`, ascending; one in a prompt counts a tenth. [count] int64.
+
+    Args:
+        known: ids, [n] int64, that come before others which are as frequent, above all those that there are none of.
+    """
     counts = torch.zeros(num_tokens, dtype=torch.float64)
+    if known is not None:
+        counts[known] = 0.01
     for answer in answers:
         for ids, weight in ((answer.token_ids, 1.0), (answer.prompt_token_ids, 0.1)):
             counts.index_add_(0, torch.tensor(ids), torch.full((len(ids),), weight, dtype=torch.float64))
