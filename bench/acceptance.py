@@ -35,7 +35,7 @@ def measure(
     Returns:
         `acceptance`: for each position, the share of its drafts that are accepted, of those before which all are;
         `block_efficiency`, `rounds` and `new_tokens` as `Stats` has them; `categories`: the block efficiency in each;
-        `failed`: prompts for which the target returned NaN, which count in no category, and elsewhere with their rounds before.
+        `failed`: prompts for which the target returned NaN, of which nothing but the drafts before counts, in `acceptance`.
 
     Raises:
         InvalidLogitsError: if it did for all.
@@ -52,20 +52,22 @@ def measure(
             raise
         outputs, failed = error.outputs, error.errors
     by_category: dict[str, engine.Stats] = defaultdict(engine.Stats)
+    answered = engine.Stats()
     for output, category in zip(outputs, categories, strict=True):
         if output is None:
             continue
-        by_category[category].rounds += output.stats.rounds
-        by_category[category].new_tokens += output.stats.new_tokens
+        for counts in (by_category[category], answered):
+            counts.rounds += output.stats.rounds
+            counts.new_tokens += output.stats.new_tokens
     stats = llm.stats
     positions = range(1, len(stats.acceptance_per_position) + 1)
     # A round that proposes fewer tokens has no say in later positions.
     met = [(stats.rounds_with(n, n), stats.rounds_with(n, n - 1)) for n in positions]
     return {
         "acceptance": [stand / drafted if drafted else 0.0 for stand, drafted in met],
-        "block_efficiency": stats.block_efficiency,
-        "rounds": stats.rounds,
-        "new_tokens": stats.new_tokens,
+        "block_efficiency": answered.block_efficiency,
+        "rounds": answered.rounds,
+        "new_tokens": answered.new_tokens,
         "categories": {category: counts.block_efficiency for category, counts in by_category.items()},
         "failed": len(failed),
     }

@@ -68,6 +68,7 @@ def test_a_prompt_with_nan_costs_no_other_prompts_answer() -> None:
     llm = engine.load(target, "ngram", num_draft_tokens=2)
     found = acceptance.measure(llm, [[5, 6, 5], [5, 3], [6, 5]], ["one", "two", "one"], 6)
     assert list(found["categories"]) == ["one"] and (found["new_tokens"], found["failed"]) == (12, 1)
+    assert found["block_efficiency"] == found["categories"]["one"] >= 1
     with pytest.raises(engine.InvalidLogitsError, match="NAN_TARGET"):
         acceptance.measure(llm, [[5, 3]], ["one"], 6)
 

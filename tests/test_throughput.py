@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import throughput_runs
-from throughput_runs import CONTEXT, essence, medusa
+from throughput_runs import CONTEXT, essence, medusa, save
 from tiny_models import greedy
 from tiny_tokenizer import EOS, byte_tokenizer
 
@@ -26,6 +26,7 @@ from bench.throughput.options import Options
 from bench.throughput.ours import Ours
 from bench.throughput.prompts import render
 from bench.throughput.records import Records, read_records
+from bench.throughput.report import write_report
 
 # fixtures
 bench = throughput_runs.bench
@@ -486,7 +487,7 @@ def test_batches_and_sampling(bench: Callable[..., Path], draft: str, capsys: py
     assert {r["call_tokens"] for r in pairs} == {6, 12}  # three prompts: a pair and a single one
     assert {r["group_category"] for r in pairs} == {"edit", "talk"}
     assert {r["repeat"] for r in records} == {0, 1}
-    coupled = [r for r in records if "coupled" in r["method"]]
+    coupled = [r for r in records if "K=3 coupled" in r["method"]]
     assert {r["method"] for r in coupled} == {
         "ours small K=3 coupled",
         "ours synthetic 0.8 K=3 coupled (not a real drafter)",
@@ -496,7 +497,40 @@ def test_batches_and_sampling(bench: Callable[..., Path], draft: str, capsys: py
     assert all(r["differences"] == {} for r in records if r not in coupled)
     texts = {(r["line"], r["repeat"]): r["token_ids"] for r in records if r["method"] == "ours plain"}
     assert any(texts[line, 0] != texts[line, 1] for line in (1, 2, 3))
+    assert "ours plain coupled" in {r["method"] for r in records}
     assert (folder / "batches.png").stat().st_size > 5000
     shown = capsys.readouterr().out
     assert "left out: transformers lookup K=3: serves one prompt at a time, no batches" in shown
     assert "left out: ours synthetic 0.8 K=3 (not a real drafter): a drafter of given acceptance needs" in shown
+
+
+def test_coupled_texts_are_held_against_plain_decoding_by_that_rule(bench: Callable[..., Path], tmp_path: Path) -> None:
+    """With more than 1,024 tokens, other rules draw plain decoding's tokens in two levels, from other numbers."""
+    folder = bench(
+        *("--target", save(tmp_path / "large", "llama", vocab_size=3000), "--drafters", "ngram", "synthetic:0.9"),
+        *("-k", "3", "-T", "0.9", "--verification", "coupled", "--ignore-eos", "--exact"),
+        *("--relative-to", "ours plain"), baselines="", tokens="12",
+    )  # fmt: skip
+    records = read_records(folder)
+    drafting = [r for r in records if r["drafter"]]
+    assert len(drafting) == 2 * 4 and all(r["differences"] == {"ours plain": None} for r in drafting)
+    texts = {
+        method: [r["token_ids"] for r in records if r["method"] == method]
+        for method in ("ours plain", "ours plain coupled")
+    }
+    assert texts["ours plain"] != texts["ours plain coupled"]
+    synthetic = [r for r in drafting if r["synthetic"]]
+    assert sum(r["accepted_tokens"] for r in synthetic) > 0.5 * sum(r["draft_tokens"] for r in synthetic)
+
+
+def test_a_group_that_lost_some_of_its_records_is_measured_again(bench: Callable[..., Path]) -> None:
+    """As a kill leaves it while they are written."""
+    words = ("-b", "3", "-k", "2", "--relative-to", "ours plain", "--max-turns", "1")
+    folder = bench(*words, baselines="")
+    records = folder / "records.jsonl"
+    whole = read_records(folder)
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:-1]))
+    assert "This run is not complete" in write_report(folder)
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace('"complete": true', '"complete": false'))
+    assert bench(*words, baselines="") == folder and len(read_records(folder)) == len(whole)
+    assert "This run is not complete" not in write_report(folder)

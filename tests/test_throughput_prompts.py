@@ -78,6 +78,7 @@ def test_selection_and_groups() -> None:
     assert [[prompt.index for prompt in batch.prompts] for batch in batches] == [[0, 2], [4, 1], [3], [3]]
     assert [(batch.category, batch.turn) for batch in batches] == [("a", 0), ("mixed", 0), ("b", 0), ("b", 1)]
     assert [prompt.index for prompt in select(made, ["b"], per_category=1)] == [1]
+    assert [prompt.index for prompt in select(made, per_category=2, max_prompts=3)] == [0, 2, 1]
     assert len(groups(select(made, max_turns=1), 8)) == 1
     with pytest.raises(ValueError, match="categories must be of a, b, got 'c'"):
         select(made, ["c"])

@@ -44,7 +44,8 @@ def few_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def save(folder: Path, architecture: str, noise: float = 0.0, tokenizer: Any = None, **changes: Any) -> str:
     """A tiny checkpoint with a tokenizer, like those of one seed and architecture, but for some noise."""
     size = {"gpt2": "n_positions"}.get(architecture, "max_position_embeddings")
-    model = tiny(architecture, dtype=torch.float32, vocab_size=VOCAB, eos_token_id=EOS, **{size: CONTEXT}, **changes)
+    sizes = {"vocab_size": VOCAB, size: CONTEXT, **changes}
+    model = tiny(architecture, dtype=torch.float32, eos_token_id=EOS, **sizes)
     (perturbed(model, noise) if noise else model).save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return str(folder)

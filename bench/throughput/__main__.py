@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bench.out_file import check_out_folder
 from bench.throughput.command_line import parse
 from bench.throughput.options import Options
-from bench.throughput.prompts import read_prompts, select
+from bench.throughput.prompts import read_prompts
 from engine.cli_options import DEBUG_VARIABLE
 
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_before_work(options: Options) -> None:
     """What needs no model."""
-    select(read_prompts(options.prompts), options.categories, options.per_category, options.max_turns)
+    options.select(read_prompts(options.prompts))
     check_out_folder(options.out)
 
 

@@ -92,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument("--categories", nargs="+", metavar="NAME", help="only these")
     work.add_argument("--per-category", type=int, metavar="N", help="only the first N prompts of each category")
     work.add_argument("--max-turns", type=int, metavar="N", help="only the first N turns of a conversation")
+    work.add_argument("--max-prompts", type=int, metavar="N", help="only the first N of all these prompts")
     work.add_argument(
         "--max-prompt-tokens", type=int, metavar="N", help="longer prompts lose their middle; default: 700"
     )

@@ -20,7 +20,10 @@ from bench.throughput.prompts import Group, Prompt, cut, groups, render
 from bench.throughput.records import Records, unit_of
 from engine.text_difference import Comparer
 
-PLAINS = (OUR_PLAIN, "transformers plain")  # what texts are compared with
+PLAINS = (
+    OUR_PLAIN,
+    "transformers plain",
+)  # what texts are compared with; under `coupled`, our plain decoding by that rule
 WARMUP_TOKENS = 16
 
 
@@ -65,7 +68,7 @@ class Match:
                     method.forget()
                 for number, group in enumerate(self.groups, repeat * len(self.groups)):
                     unit = self._unit(group, repeat)
-                    if self.records.has(unit, [method.name for method in methods]):
+                    if self.records.has(unit, [method.name for method in methods], len(group.prompts)):
                         self._recall(methods, group, unit)
                         skip(bar, 1)
                         continue
@@ -106,7 +109,7 @@ class Match:
         loaded = [m for m in plan.methods(self.options, self.contest) if works(m, partial(self._load, m))]
         longest = max((g for g in self.groups if g.turn == 0), key=lambda g: max(map(len, self._prompts(g, 0))))
         given = self._prompts(longest, 0), self._seeds(longest, 0)
-        plain_texts: list[list[int]] = []
+        plain_texts: dict[str, list[list[int]]] = {}
         ready = [m for m in loaded if works(m, partial(self._warm_up, m, *given, plain_texts))]
         for reason, names in left_out.items():
             say(f"left out: {', '.join(names)}: {reason}")
@@ -123,18 +126,17 @@ class Match:
         return reason
 
     def _warm_up(
-        self, method: Method, prompts: list[list[int]], seeds: list[int], plain_texts: list[list[int]]
+        self, method: Method, prompts: list[list[int]], seeds: list[int], plain_texts: dict[str, list[list[int]]]
     ) -> None:
         """Continue these prompts once, or do all that has to be done once. Our plain decoding, which comes first, leaves its texts."""
         if isinstance(method, Ours):
-            method.plain_texts = list(plain_texts)
+            method.plain_texts = plain_texts.get(method.plain, [])
         if method.full_warmup:
             for texts in self._calls_of_all_shapes(prompts):
                 method.generate(texts, [self.options.seed] * len(texts), self.contest.max_new_tokens)
             return
         call = method.generate(prompts, seeds, min(WARMUP_TOKENS, self.contest.max_new_tokens))
-        if method.name == OUR_PLAIN:
-            plain_texts[:] = [row.token_ids for row in call.rows]
+        plain_texts[method.name] = [row.token_ids for row in call.rows]
 
     def _calls_of_all_shapes(self, prompts: list[list[int]]) -> list[list[list[int]]]:
         """The longest first turns in calls of all sizes, as the last one may have fewer rows. Of later turns nobody knows yet how
@@ -185,7 +187,7 @@ class Match:
         errors: dict[str, str] = {}
         for method in order:
             if isinstance(method, Ours) and method.synthetic:
-                plain = calls.get(OUR_PLAIN)
+                plain = calls.get(method.plain)
                 method.plain_texts = [row.token_ids for row in plain.rows] if plain else [[] for _ in prompts]
             try:
                 calls[method.name], seconds[method.name] = timed(
@@ -231,8 +233,8 @@ class Match:
         """From each plain decoding that took part; only where the texts are meant to be the same."""
         found = {}
         for name in PLAINS:
-            plain = calls.get(name)
-            if plain is None or name == method.name or not self._same_text_is_meant(method, name):
+            plain = calls.get(method.plain if name == OUR_PLAIN and isinstance(method, Ours) else name)
+            if plain is None or plain is calls[method.name] or not self._same_text_is_meant(method, name):
                 continue
             difference = self.comparer.difference(prompts[place], tokens, plain.rows[place].token_ids)
             found[name] = None if difference is None else asdict(difference)

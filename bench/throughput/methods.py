@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 OUR_PLAIN = "ours plain"  # our plain decoding, which no method of ours should be slower than
+OUR_PLAIN_COUPLED = "ours plain coupled"  # the text that all methods with this rule are to give
 
 
 @dataclass(frozen=True)

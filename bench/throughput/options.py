@@ -3,13 +3,14 @@
 import functools
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.throughput.prompts import OWN_PROMPTS, TEMPLATES
+from bench.throughput.prompts import OWN_PROMPTS, TEMPLATES, Prompt, select
 from engine.config import VERIFICATION_METHODS
 from engine.drafters.named import LAYER_SKIP, label, location, named, split_stages
 from engine.hub import may_be_hub_id
@@ -64,6 +65,7 @@ class Options:
     categories: tuple[str, ...] = ()
     per_category: int | None = None
     max_turns: int | None = None
+    max_prompts: int | None = None
     max_prompt_tokens: int = 700
     template: str = "auto"
     ignore_eos: bool = False
@@ -77,7 +79,7 @@ class Options:
         for name in ("batch_sizes", "max_new_tokens"):
             for value in getattr(self, name):
                 _at_least_one(name, value)
-        for name in ("per_category", "max_turns"):
+        for name in ("per_category", "max_turns", "max_prompts"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         _at_least_one("batches_per_call", self.batches_per_call)
@@ -163,6 +165,14 @@ class Options:
     def draft_checkpoints(self) -> tuple[str, ...]:
         """Where all that is loaded for the drafters is, heads included."""
         return tuple(place for drafter in self.drafters for place in checkpoints(drafter))
+
+    def select(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Those of a file that are measured.
+
+        Raises:
+            ValueError: for a category that none has.
+        """
+        return select(prompts, self.categories, self.per_category, self.max_turns, self.max_prompts)
 
     def as_dict(self) -> dict[str, Any]:
         """All that changes what is measured, ready for JSON; files by their names, and not where it is written."""

@@ -9,7 +9,7 @@ import torch
 import engine
 from bench.throughput.bed import Bed
 from bench.throughput.forwards import ForwardClock
-from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, Row
+from bench.throughput.methods import OUR_PLAIN, OUR_PLAIN_COUPLED, Call, Contest, Method, Row
 from bench.throughput.options import checkpoints, drafter_label, is_draft_model, synthetic_acceptance
 from bench.throughput.synthetic import SyntheticDrafter
 from engine.checkpoints import Checkpoint
@@ -61,7 +61,10 @@ class Ours(Method):
         self.synthetic = drafter is not None and drafter.startswith("synthetic:")
         self._settings: dict[str, Any] = {"exact": exact, **(load_options or {})}
         self._max_length, self._seed = max_length, seed
-        self.name = OUR_PLAIN if drafter is None else f"ours {drafter_label(drafter)} K={num_draft_tokens}"
+        self.plain = (
+            OUR_PLAIN_COUPLED if verification == "coupled" else OUR_PLAIN
+        )  # plain decoding that draws as this does
+        self.name = self.plain if drafter is None else f"ours {drafter_label(drafter)} K={num_draft_tokens}"
         if drafter is not None:
             self.name += "" if verification == "rejection" else f" {verification}"
             self.name += "" if drafts == "own" else f", {drafts} drafts"

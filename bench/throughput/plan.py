@@ -37,6 +37,8 @@ def _ours(options: Options, contest: Contest) -> Iterator[Method]:
         seed=options.seed,
     )
     yield Ours(None, **common)  # type: ignore[arg-type]
+    if contest.temperature and "coupled" in options.verification:
+        yield Ours(None, verification="coupled", **common)  # type: ignore[arg-type]
     # At temperature 0 every rule is greedy: one of them is enough.
     rules = options.verification if contest.temperature else ("rejection",)
     for drafter in options.drafters:

@@ -121,7 +121,8 @@ def against_k(plt: Any, contest: Contest, found: Sequence[Summary], relative_to:
     if not any(len(by_k) > 1 for by_k in families.values()):
         return None  # nothing to see that the table does not say
     plain = next((s for s in found if s.method == OUR_PLAIN and s.calls), None)
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
+    height = 3.6 + 0.1 * max(len(families) - 6, 0)  # of which the legend takes a part
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, height), layout="constrained")
     for number, (family, by_k) in enumerate(families.items()):
         colour, ks = COLOURS[number % len(COLOURS)], sorted(by_k)
         line = {"color": colour, "marker": "o", "linewidth": 1.6}

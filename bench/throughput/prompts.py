@@ -74,8 +74,10 @@ def select(
     categories: Sequence[str] = (),
     per_category: int | None = None,
     max_turns: int | None = None,
+    max_prompts: int | None = None,
 ) -> list[Prompt]:
-    """Those of some categories, the first few of each, and only their first turns. Categories keep together.
+    """Those of some categories, the first few of each, and only their first turns; of these, the first few. Categories keep
+    together.
 
     Raises:
         ValueError: for a category that no prompt has.
@@ -91,7 +93,7 @@ def select(
         wanted = not categories or prompt.category in categories
         if wanted and (per_category is None or seen[prompt.category] <= per_category):
             chosen.append(Prompt(prompt.index, prompt.question_id, prompt.category, prompt.turns[:max_turns]))
-    return chosen
+    return chosen[:max_prompts]
 
 
 @dataclass(frozen=True)

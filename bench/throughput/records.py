@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -102,9 +103,10 @@ class Records:
         if len(kept) < len(skipped):
             self.save_run(skipped=kept)
 
-    def has(self, unit: dict[str, Any], methods: Iterable[str]) -> bool:
-        """Whether all these methods have a record of a unit (see `unit_of`)."""
-        return set(methods) <= {record["method"] for record in self.records if unit_of(record) == unit}
+    def has(self, unit: dict[str, Any], methods: Iterable[str], num_prompts: int) -> bool:
+        """Whether all these methods have the records of a unit (see `unit_of`), one for each of its prompts."""
+        found = Counter(record["method"] for record in self.records if unit_of(record) == unit)
+        return all(found[method] == num_prompts for method in methods)
 
     def drop(self, unit: dict[str, Any]) -> None:
         """Forget a unit that is not complete; it is measured again as a whole, all methods in turn."""
@@ -147,7 +149,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     for number, line in enumerate([*lines, rest], 1):
         try:
             record = json.loads(line)
-            unit_of(record), record["method"]
+            unit_of(record), record["method"], record["line"], record["category"], record["group_category"]
         except (ValueError, KeyError, TypeError) as error:
             if number > len(lines):  # without a newline behind it
                 break
@@ -171,7 +173,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 def _read_run(folder: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))
-        found["options"], found["environment"], found["prompts"], found["models"]
+        found["options"]["relative_to"], found["environment"]["versions"], found["prompts"], found["models"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / RUN} is damaged: add --restart, or choose another --out") from error
     return found

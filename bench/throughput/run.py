@@ -17,7 +17,7 @@ from bench.throughput import plan
 from bench.throughput.bed import load_bed
 from bench.throughput.match import Match, room_for_prompts, say, skip
 from bench.throughput.options import Options
-from bench.throughput.prompts import Prompt, groups, read_prompts, select
+from bench.throughput.prompts import Prompt, groups, read_prompts
 from bench.throughput.records import Records, no_other_run
 from engine.checkpoints import check_checkpoint
 from engine.default_model import find_model
@@ -69,7 +69,7 @@ def run(options: Options, restart: bool = False) -> Records:
     Raises:
         ValueError: for options that do not fit the prompts, the models or the run in the folder, or if another run works there.
     """
-    prompts = select(read_prompts(options.prompts), options.categories, options.per_category, options.max_turns)
+    prompts = options.select(read_prompts(options.prompts))
     for contest in plan.contests(options, ""):
         plan.methods(options, contest)  # so that a name that is wrong in one of them is told before anything is done
     check_checkpoint(options.target or find_model(), "target")  # before a run that is there is discarded
