@@ -1,1 +1,2 @@
-"""Benchmarks: `pytest bench --benchmark-only` and `python -m bench.gpu_report --out DIR`. Not installed."""
+"""Benchmarks, not installed: `pytest bench --benchmark-only`, and `python -m` bench.throughput, bench.acceptance,
+bench.first_token and bench.gpu_report, each with --help."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine import demo
+from engine import threads
 from engine.backend import reserve_counters
 from engine.graphs import CudaCapture
 
@@ -171,6 +171,6 @@ def device_copies(bytes_moved: int, copies: int) -> list[Call]:
 
 
 def use_all_cores() -> int:
-    """As the demo does; returns how many threads torch has then."""
-    demo.use_all_cores()
+    """As the command line does; returns how many threads torch has then."""
+    threads.use_all_cores()
     return torch.get_num_threads()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from .errors import EngineError
+from .prompts import check_unicode
 from .terminal import (
     legend,
     output_record,
@@ -32,7 +33,7 @@ class Chat:
 
     Attributes:
         system: a system message that opens the conversation and survives /reset.
-        as_json: one JSON line per answer on stdout, and nothing else there.
+        as_json: one JSON line per message on stdout, its answer or an "error", and nothing else there.
         history: the messages so far.
         failed: whether any message was not answered.
     """
@@ -91,7 +92,7 @@ class Chat:
         line = sys.stdin.readline()
         if not line:
             return None
-        line = line.strip()
+        line = line.removeprefix("\ufeff").strip()
         if line and not self.as_json:
             # So that a transcript shows both sides; with no markup, which would double a backslash at the end.
             self.console.out(shown(self.console, f"> {line}"), highlight=False)
@@ -111,6 +112,11 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         """Answer one message; what fails, or is stopped before its first word, is not kept in the history."""
+        try:
+            check_unicode(line, "message")
+        except ValueError as error:
+            self._fail(str(error))
+            return
         self.history.append({"role": "user", "content": line})
         try:
             text = self._stream()
@@ -147,8 +153,11 @@ class Chat:
         return text
 
     def _fail(self, message: str) -> None:
+        """Say so on stderr; as JSON on stdout too, where whoever has sent a message waits for a line."""
         self.failed = True
         print(f"error: {message}", file=sys.stderr, flush=True)
+        if self.as_json:
+            write_json(dict(text="", token_ids=[], finish_reason="error", stats=None, error=message))
 
     def _say(self, markup: str, *values: object, end: str = "\n") -> None:
         if not self.as_json:

@@ -16,6 +16,7 @@ from .generation_config import eos_token_ids, repetition_penalty
 from .loading import load
 from .terminal import loading, working, write_json
 from .text_difference import Comparer, Difference
+from .threads import use_all_cores
 
 # The most, in nats, by which rounding is taken to make one token likelier than another: logits in bfloat16 lie 0.125 apart
 # between 16 and 32, and texts of SmolLM2-135M were seen to part at up to 0.31.
@@ -87,6 +88,7 @@ def run(options: CheckOptions) -> int:
     Returns:
         The exit status: 1 if a text differs by more than rounding, or at all where `exact` promises that it does not.
     """
+    use_all_cores()
     ours = _by_engine(options)
     gc.collect()  # room for the same weights once more
     with working("decoding with transformers", note=True):

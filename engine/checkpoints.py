@@ -1,5 +1,6 @@
 """Models and tokenizers from a hub id, a folder or a GGUF file."""
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ def read_checkpoint(
         raise ImportError(
             f"{role} has an adapter beside its weights, which needs the package peft (pip install peft): {source}"
         )
+    _check_generation_config(location, role)
     options: dict[str, Any] = {}
     if num_ranks is not None:
         parallel.check_divisible(config, num_ranks, role)
@@ -81,16 +83,32 @@ def read_checkpoint(
     return Checkpoint(model, tokenizer)
 
 
+def _check_generation_config(location: str, role: str) -> None:
+    """Raise ValueError for a damaged generation_config.json, in whose place transformers makes one up: ends of text would be lost."""
+    file = Path(location) / "generation_config.json"
+    if not file.is_file():
+        return
+    try:
+        intact = isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+    except ValueError:
+        intact = False
+    if not intact:
+        raise ValueError(f"{role} must be an intact checkpoint; {file} is no JSON object")
+
+
 def whole_model(location: str | Path, **options: Any) -> PreTrainedModel:
     """As `from_pretrained`, which draws what is missing at random, loads it.
 
     Raises:
-        ValueError: naming tensors that are missing.
+        ValueError: naming tensors that are missing or of another shape than the config says.
     """
     found: Any = AutoModelForCausalLM.from_pretrained(
-        location, output_loading_info=True, trust_remote_code=False, **options
+        location, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True, **options
     )
     model: PreTrainedModel = found[0]
+    if wrong := sorted(found[1]["mismatched_keys"]):
+        told = [f"{name} must be {list(wanted)}, got {list(there)}" for name, there, wanted in wrong[:3]]
+        raise ValueError("; ".join(told) + ("; ..." if wrong[3:] else ""))
     if missing := sorted(found[1]["missing_keys"]):
         names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
         raise ValueError(f"{len(missing)} tensors of a {type(model).__name__} are missing: {names}")

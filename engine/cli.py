@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # better a question mark than no text at all
     if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text spoil one prompt, as in arguments, and no other
-        sys.stdin.reconfigure(errors="surrogateescape")
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # as files are
     try:
         status = int(app(words, standalone_mode=False) or 0)
         sys.stdout.flush()
@@ -214,7 +214,7 @@ def chat(
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """Talk to a model. Lines may also be piped in; with --json, each answer gives one line."""
+    """Talk to a model. Lines may also be piped in; with --json, each gives one line: the answer, or an "error"."""
     from .chat import Chat
     from .config import SamplingParams
 
@@ -304,7 +304,9 @@ def _load(target: str | None, drafter: str, **settings: Any) -> "Engine":
     import engine
 
     from .terminal import loading
+    from .threads import use_all_cores
 
+    use_all_cores()
     target = find_model() if target is None else target
     with loading(target):
         return engine.load(target, drafter=None if drafter == "none" else drafter, **settings)

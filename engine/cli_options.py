@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 DEBUG_VARIABLE = "ENGINE_DEBUG"
-PROMPTS_HELP = 'A prompt per line, or JSON lines with "prompt", "turns" (a list, whose first is taken) or "messages" (a chat); "-": stdin.'
+PROMPTS_HELP = 'A prompt per line, or JSON lines with "prompt", "turns" (a list, whose first is taken) or "messages" (a chat); "-": stdin. Empty lines do not count.'
 
 
 def _debug(wanted: bool) -> bool:
@@ -123,7 +123,12 @@ RepetitionPenalty = Annotated[
 ]
 MaxNewTokens = Annotated[int, _option("--max-new-tokens", "-n", help="Maximum number of new tokens.", panel=SAMPLING)]
 Seed = Annotated[
-    int | None, _option("--seed", help="Random seed. With a fixed -k, sampled text is then repeatable.", panel=SAMPLING)
+    int | None,
+    _option(
+        "--seed",
+        help="Random seed, of all prompts: equal ones get equal texts. With a fixed -k, sampled text is then repeatable.",
+        panel=SAMPLING,
+    ),
 ]
 Stop = Annotated[
     list[str] | None, _option("--stop", help="End before this text; may be given several times.", panel=SAMPLING)

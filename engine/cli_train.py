@@ -157,8 +157,10 @@ def train(
     )  # fmt: skip
     from transformers.utils import logging
 
+    from .threads import use_all_cores
     from .training.run import train_drafter
 
+    use_all_cores()
     logging.set_verbosity_error()
     if Path(chosen.target).expanduser().exists():  # a download keeps its bars
         logging.disable_progress_bar()

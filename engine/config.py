@@ -96,7 +96,8 @@ class SamplingParams:
         max_new_tokens: at most this many tokens, >= 1.
         seed: in [0, 2**63); the random numbers depend on it, and not on the batch. Under "rejection" and "block" a sampled text
             depends on the drafts as well: with num_draft_tokens="auto", chosen by measured times, or drafter="suffix", which
-            drafts from earlier outputs, it can be another one in each call. None: a fresh seed for each request.
+            drafts from earlier outputs, it can be another one in each call. Requests with one seed share their random numbers: of
+            one prompt they are the same text, so that several samples need several seeds. None: a fresh seed for each request.
         stop: end before any of these strings, also where one spans several tokens. They are looked for in the text, which has no
             special tokens; a string that is exactly a special token of the tokenizer, such as "<|im_end|>", counts as one of
             `stop_token_ids`.
@@ -150,7 +151,8 @@ class SamplingParams:
         check_bool("logprobs", self.logprobs)
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise ValueError(
-                f"logits_processor must be callable as a LogitsProcessor of transformers is, or None, got {self.logits_processor!r}"
+                f"logits_processor must be callable as a LogitsProcessor of transformers is, or None, got {self.logits_processor!r}; several go into one "
+                f"LogitsProcessorList"
             )
         checked |= {"stop": tuple(stop), "stop_token_ids": check_ints("stop_token_ids", self.stop_token_ids, 0)}
         if self.repetition_penalty is not None:

@@ -71,6 +71,8 @@ class DecoderLayers:
         try:
             with self.only(layers):
                 logits = self._model(input_ids=tokens, use_cache=False).logits.float()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             raise UnsupportedModelError(f"layers of type {kind!r} cannot be left out: {error}") from error
         difference, scale = (logits - expected).abs().max(), expected.std()

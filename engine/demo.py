@@ -1,6 +1,5 @@
 """The demo: three prompts answered in colour, then plain against speculative decoding, timed in turns."""
 
-import os
 import platform
 import statistics
 import time
@@ -26,6 +25,7 @@ from .terminal import (
     write_piece,
 )
 from .text_difference import first_difference
+from .threads import use_all_cores
 
 if TYPE_CHECKING:
     from .config import SamplingParams
@@ -133,20 +133,6 @@ def _load(options: DemoOptions) -> "tuple[Engine, Engine]":
         plain = engine.load(target, drafter=None, dtype=options.dtype, device=options.device, **settings)
         speculative = engine.load(plain.target_model, drafter=options.drafter, tokenizer=plain.tokenizer, **settings)
     return plain, speculative
-
-
-def use_all_cores() -> None:
-    """Give torch a thread for each core that this process may use, unless the environment says how many."""
-    import torch
-
-    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
-        torch.set_num_threads(usable_cores())
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _stream_answers(console: Console, llm: "Engine", params: "SamplingParams") -> None:

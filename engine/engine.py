@@ -1,6 +1,7 @@
 """`Engine`, what a user holds: prompts in, outputs out. The loop between is in `serving.py`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -127,7 +128,8 @@ class Engine:
 
             What is raised while prompts are served, KeyboardInterrupt included, carries the outputs so far in its attribute
             `outputs`, in the prompts' order, None for those that had not ended. Among it may be a ValueError for a
-            logits_processor that does not return logits [1, V], and whatever a processor raises itself.
+            logits_processor that does not return logits [1, V], and whatever a processor raises itself (a StopIteration as a
+            RuntimeError).
         """
         check_bool("progress", progress)
         if on_output is not None and not callable(on_output):
@@ -135,7 +137,8 @@ class Engine:
         requests, single = self._requests.make(prompts, params)
         outputs: list[Output | None] = [None] * len(requests)
         hidden = not progress or self._ranks.rank > 0
-        with tqdm(total=len(requests), unit="prompt", disable=hidden, leave=None) as bar:  # None: unless below another
+        seconds = 0.1 if sys.stderr and sys.stderr.isatty() else 10  # between its lines, which a file of logs keeps
+        with tqdm(total=len(requests), unit="prompt", disable=hidden, mininterval=seconds) as bar:
             tokens = 0
             try:
                 for request, new in self._serve(requests):
@@ -155,11 +158,12 @@ class Engine:
             raise _error(requests, outputs)
         return outputs[0] if single else outputs
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Continue one prompt, a `Piece` each round; the last one holds the whole `Output`.
+    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
+        """Continue one prompt, a `Piece` each round; the last one holds the whole `Output`. To stop it early, close it.
 
         Raises:
-            As `generate`; bad input is reported by the call itself, before the first piece is asked for.
+            As `generate`; bad input is reported by the call itself, before the first piece is asked for. Behind an error, as when
+            another stream is open, there are no more pieces: call it again.
         """
         requests, _ = self._requests.make(prompt, params, streamed=True)
         return self._pieces(requests[0])
@@ -210,7 +214,7 @@ class Engine:
             for size, length in tqdm(kinds, unit="bucket", disable=not progress or self._ranks.rank > 0):
                 self._server.warmup(size, length, self._requests.with_defaults(params or SamplingParams()))
 
-    def _pieces(self, request: Request) -> Iterator[Piece]:
+    def _pieces(self, request: Request) -> Generator[Piece, None, None]:
         for _, new in self._serve([request]):
             if request.error is not None:
                 raise _error([request], [None])

@@ -94,7 +94,7 @@ def _convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
     try:
         model = whole_model(path.parent, **options)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except ImportError:
+    except (ImportError, MemoryError):
         raise
     except Exception as error:
         raise ValueError(f"{role} must be a GGUF file of a supported architecture; {path} failed: {error}") from error

@@ -74,7 +74,7 @@ def load(
             there is none, on CPUs). Each reads its slices of the weights only. All of them must call `load` and `generate`
             with the same arguments, and get the same outputs. A draft model is held whole by each.
         compile: have `torch.compile` compile the target's decode calls while loading, on a CPU: some 70 s for 30 layers on 2 cores
-            the first time, 25 s when torch has the code in its cache. They then take a twentieth to a tenth less time for a small
+            the first time, 25 s when torch has the code in its cache. They then take up to a tenth less time for a small
             model (more where layers are not fused, see engine/cpu_layers.py), and round differently. Needs a C++ compiler. (GPUs
             capture whole rounds instead.)
 

@@ -287,6 +287,8 @@ class RaggedModel:
                 plain = self.model(input_ids=tokens, use_cache=False).logits[0, 3:].float()
             self.prefill(tokens, [(0, 3)], slice(0, 1))
             ragged = self.decode(tokens[:, 3:], 3 * one, 3 * one, slice(0, 1), 6)[0].float()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             raise UnsupportedModelError(
                 f"{role} of type {self.config.model_type!r} cannot be called over a ragged cache: {error}"

@@ -11,7 +11,9 @@ class Output:
     """The continuation of one prompt.
 
     Attributes:
-        text: the new text, without the stop string or token that ended it and without special tokens; None without a tokenizer.
+        text: the new text, without the stop string or token that ended it and without special tokens; None without a tokenizer. It
+            is what the tokenizer makes of the new tokens alone: some, such as Llama 2's, leave out a space before the first word,
+            which is there if prompt_token_ids + token_ids are decoded together.
         token_ids: the new tokens, with the one that ended the text: the end of sequence, or what completed a stop string.
         prompt_token_ids: the prompt as the target read it.
         finish_reason: "eos", "stop" or "length".

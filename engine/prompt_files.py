@@ -69,6 +69,8 @@ def _prompt_of(line: str, where: str) -> Prompt:
         prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
         if isinstance(prompt, str):
             return prompt
+        if record.get("tools"):
+            raise ValueError(f"{where} must have no tools, which are not rendered: render the chat, and give its text")
         messages = record.get("messages")
         if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
             return messages

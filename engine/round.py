@@ -1,15 +1,16 @@
-"""One round, on the device only: propose, verify, commit. Of all that, the host reads nothing but one packed result."""
+"""One round, on the device only: propose, verify, commit. Of all that, the host reads nothing but one packed result (and what
+logits processors, a request's own, read there)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backend import RowStats, Verdict, verify
+from .backend import Verdict, verify
 from .drafters.base import Drafter
-from .drafters.proposals import Places, fitted, layout
+from .drafters.proposal_rules import broken_rule
+from .drafters.proposals import ProposalBuffers, fitted, layout
 from .errors import EngineError
 from .graphs import Graphs
 from .logits_processors import process_logits
@@ -37,7 +38,7 @@ class Round:
     drafter: Drafter | None
     verification: str
     clock: RoundClock
-    _places: Places = field(default_factory=Places, init=False)  # see `_placed`
+    _buffers: ProposalBuffers = field(default_factory=ProposalBuffers, init=False)  # see `_placed`
 
     @property
     def graphs(self) -> Graphs:
@@ -72,7 +73,7 @@ class Round:
 
         def work() -> Proposal:
             proposal = drafter.propose(state, num_draft_tokens)
-            if broken := _broken_rule(proposal, state, self.target.vocab_size):
+            if broken := broken_rule(proposal, state, self.target.vocab_size):
                 raise EngineError(f"{type(drafter).__name__}.propose must return {broken}")
             if proposal.tokens.shape[1] > num_draft_tokens:  # by so many, at most, the host takes a text to have grown
                 proposal = fitted(proposal, num_draft_tokens)
@@ -91,7 +92,7 @@ class Round:
         So that needs no twin for each place where a drafter leaves its proposals, which differs from graph to graph of the
         drafter, and from one eager call to the next.
         """
-        return self._places.copy(proposal._replace(confidence=None)) if self.graphs.enabled else proposal
+        return self._buffers.copy(proposal._replace(confidence=None)) if self.graphs.enabled else proposal
 
     def _verify(self, state: BatchState, proposal: Proposal) -> tuple[Verdict, Tensor]:
         def work() -> tuple[Verdict, Tensor]:
@@ -141,45 +142,6 @@ def verify_and_commit(
     if verdict.logprobs is not None:
         columns.append(verdict.logprobs.double().view(torch.int64))
     return verdict, torch.cat(columns, dim=1)
-
-
-def _broken_rule(proposal: Any, state: BatchState, vocab_size: int) -> str:
-    """The rule that a proposal breaks and what it is instead, as in "tokens [B, K] ..., got ..."; empty if it breaks none.
-
-    Values are checked on a CPU only, where looking at them waits for nothing.
-    """
-    if not isinstance(proposal, Proposal):
-        return f"an engine.Proposal, got {type(proposal).__name__}"
-    tokens, logits, stats, confidence = proposal
-    batch, device = len(state.seq_lens), state.tokens.device
-    if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.device != device or tokens.dim() != 2:
-        return f"tokens [B, K] int64 on {device}, got {_described(tokens)}"
-    shape = tokens.shape
-    if len(tokens) != batch:
-        return f"tokens [B, K] with B = {batch}, got {list(shape)}"
-    if state.can_look and tokens.numel() and int(tokens.max()) >= vocab_size:
-        return f"tokens below {vocab_size}, the size of the target's vocabulary, or -1, got {int(tokens.max())}"
-    for name, value, rank in (("logits [B, K, V]", logits, 3), ("confidence [B, K]", confidence, 2)):
-        if value is not None and not (
-            isinstance(value, Tensor) and value.is_floating_point() and value.dim() == rank and value.shape[:2] == shape
-        ):
-            return f"{name} of floats with [B, K] = {list(shape)}, or None, got {_described(value)}"
-    if state.can_look and confidence is not None and confidence.numel():
-        low, high = confidence.aminmax()
-        if not 0 <= float(low) <= float(high) < 1:
-            return f"confidence in [0, 1), got values from {float(low):g} to {float(high):g}"
-    if stats is not None and (logits is None or not isinstance(stats, RowStats)):
-        return f"stats that are RowStats of its logits, or None, got {_described(stats)}"
-    for name, value in stats._asdict().items() if stats is not None else ():
-        if not isinstance(value, Tensor) or value.shape != shape:
-            return f"stats.{name} [B, K] = {list(shape)}, got {_described(value)}"
-    return ""
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} of shape {list(value.shape)} on {value.device}"
-    return type(value).__name__
 
 
 def _within_limits(proposal: Proposal, state: BatchState) -> Proposal:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from .output import Output, Piece
 
 DRAFTED_STYLE = "green"
-# What begins an escape code: ESC, and the characters that stand for ESC and another one (U+009B for ESC [).
-_SHOWN = {0x1B: "\N{SYMBOL FOR ESCAPE}", **dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")}
+# Control characters: those of ASCII have symbols (ESC begins escape codes, SO changes the character set, ...), and those from
+# U+0080 on stand for ESC and another one.
+_SHOWN = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n\r"}
+_SHOWN |= {0x7F: "\N{SYMBOL FOR DELETE}", **dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")}
 
 
 def stdout_console() -> Console:

@@ -164,7 +164,7 @@ def _decide(
         flags = tl.where(rejected, 0, flags)
     row_lse, decider = pick(lse, column == count), batch * width + count
 
-    next_token, found = tl.zeros([], tl.int32), rejected & (count < 0)
+    next_token, found = tl.zeros([], tl.int32), rejected & (count < 0)  # false, and of the type that it has below
     if rejected:
         block = tl.arange(0, NUM_BLOCKS)
         block_mass = fetch(blocks_at(memory, BLOCK_RESIDUAL_MASS, decider) + block, block < memory[2], 0.0)

@@ -12,7 +12,7 @@ import torch
 from tiny_models import tiny
 
 import engine
-from engine import demo
+from engine import demo, threads
 from engine.errors import InvalidLogitsError
 from engine.metrics import Stats
 from engine.output import Output, Piece, Span
@@ -80,7 +80,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
         return made[-1]
 
     monkeypatch.setattr(engine, "load", load)
-    monkeypatch.setattr(demo, "use_all_cores", lambda: None)
+    for module in (demo, threads):
+        monkeypatch.setattr(module, "use_all_cores", lambda: None)
     monkeypatch.setenv("ENGINE_DEBUG", "")
     return made
 

@@ -56,7 +56,7 @@ def test_chat_json_and_errors(
     pipe(monkeypatch, "one\nnan\ntwo")
     assert cli.main(["chat", "-t", "model", "--json"]) == 1
     captured = capsys.readouterr()
-    assert [record["text"] for record in json_lines(captured.out)] == ["ONE", "TWO"]
+    assert [record["text"] for record in json_lines(captured.out)] == ["ONE", "", "TWO"]
     assert captured.err == "error: the logits are NaN; /reset forgets the conversation\n"
     assert [message["content"] for message in engines[0].asked[-1]] == ["one", "ONE", "two"]
 
@@ -80,9 +80,21 @@ def test_json_reports_a_line_that_is_no_command(
     pipe(monkeypatch, "/etc/hosts, what is it?\none\n/reset\ntwo\n")
     assert cli.main(["chat", "-t", "model", "--json"]) == 1
     captured = capsys.readouterr()
-    assert [record["text"] for record in json_lines(captured.out)] == ["ONE", "TWO"]
+    records = json_lines(captured.out)  # one for each message
+    assert [record["text"] for record in records] == ["", "ONE", "TWO"]
+    assert records[0]["error"].startswith("/etc/hosts, what is it? begins") and records[0]["finish_reason"] == "error"
     assert captured.err.startswith("error: /etc/hosts, what is it? begins like a command and is none: /reset")
     assert captured.err.count("\n") == 1
+
+
+def test_a_mark_at_the_beginning_and_a_line_that_is_no_text(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe(monkeypatch, "\ufeffone\nb\udcff\n")
+    assert cli.main(["chat", "-t", "model"]) == 1
+    assert engines[0].asked == [[{"role": "user", "content": "one"}]]
+    error = capsys.readouterr().err
+    assert error == "error: message must be valid Unicode text, got '\\udcff' at index 1\n"
 
 
 @pytest.mark.parametrize("signalled", [True, False])

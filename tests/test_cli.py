@@ -182,6 +182,7 @@ def test_prompts_from_stdin(engines: list[FakeEngine], monkeypatch: pytest.Monke
         ("generate -t model --unheard-of x", 2, "--unheard-of"),
         ("generate -t model -f missing.txt", 2, "prompts must be in a file, got 'missing.txt', which does not exist"),
         ("generate -t model -f {bad} ", 2, 'bad.jsonl:2 must be a JSON object with a string "prompt"'),
+        ("generate -t model -f {tools}", 2, "tools.jsonl:1 must have no tools, which are not rendered"),
         ("generate -t model -f {empty}", 2, "must hold at least one prompt"),
         ("generate -t model -f {object}", 2, "or a JSON object per line, got one JSON object of several"),
         ("generate -t model -f {list}", 2, "must hold a prompt per line, or a JSON object per line, got one JSON list"),
@@ -207,6 +208,8 @@ def test_bad_input_gives_one_line(
     files = {"bad": tmp_path / "bad.jsonl", "empty": tmp_path / "empty.txt", "folder": tmp_path}
     files |= {"latin": tmp_path / "latin.txt", "deep": tmp_path / "deep.jsonl", "list": tmp_path / "list.json"}
     files["list"].write_text('[\n {"prompt": "one"},\n {"prompt": "two"}\n]\n')
+    files["tools"] = tmp_path / "tools.jsonl"
+    files["tools"].write_text('{"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "clock"}]}\n')
     files["object"] = tmp_path / "object.json"
     files["object"].write_text('{\n "prompt": "one"\n}\n')
     files["latin"].write_bytes(b"caf\xe9\n")
@@ -282,8 +285,9 @@ def test_bytes_that_are_no_text(checkpoint: Path) -> None:
         return subprocess.run(words, cwd=ROOT, input=stdin, capture_output=True, timeout=300, check=False)
 
     done = run("chat", stdin=b"one\nt\xffo\nthree\n")
-    assert done.returncode == 1 and len(json_lines(done.stdout.decode())) == 2
-    assert b"error: prompts[0] must be valid Unicode text, got '\\udcff'" in done.stderr
+    reasons = [record["finish_reason"] for record in json_lines(done.stdout.decode())]
+    assert done.returncode == 1 and reasons == ["length", "error", "length"]
+    assert b"error: message must be valid Unicode text, got '\\udcff' at index 1" in done.stderr
     for done in (run("generate", b"a", b"b\xff"), run("generate", "-f", "-", stdin=b"a\nb\xff\n")):
         assert done.returncode == 2 and not done.stdout
         assert b"error: prompts[1] must be valid Unicode text, got '\\udcff' at index 1" in done.stderr
@@ -403,7 +407,7 @@ def test_train_passes_all_options_on(
         f"the eagle3 drafter is in {out}: use it, behind generate --chat if the target has a chat template, with --target model "
         f"--drafter {out}\n"
     )
-    assert trainings.pop() == (["one", "two"], out, TrainingOptions("eagle3", "model"))
+    assert trainings.pop() == (["one", "two"], str(out), TrainingOptions("eagle3", "model"))
     other: dict[str, Any] = dict(
         temperatures=(0.5, 1.0), layers=(3, 1), chat=False, start_from="head", freeze_head=True, max_new_tokens=5, max_length=6,
         batch_size=7, validation_share=0.25, draft_vocab_size=8, num_steps=9, epochs=11, learning_rate=0.125, tokens_per_batch=12,

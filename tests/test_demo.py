@@ -13,9 +13,10 @@ from cli_fakes import FakeEngine, json_lines
 from rich.console import Console
 from rich.text import Text
 
-from engine import cli, demo, demo_prompts, terminal
+from engine import cli, demo, demo_prompts, terminal, threads
 from engine.heads import DEFAULT_DRAFTER
 from engine.output import Output, Piece, Span
+from engine.text_difference import first_difference
 
 checkpoint = cli_fakes.checkpoint
 one_thread = cli_fakes.one_thread
@@ -30,6 +31,10 @@ def test_colours() -> None:
     terminal.write_piece(console, piece)
     assert console.file.getvalue() == "\x1b[32ma\x1b[0mb\N{SYMBOL FOR ESCAPE}[2J\N{REPLACEMENT CHARACTER}2J"  # type: ignore[attr-defined]
     assert "accepted" in terminal.legend(console)
+    assert (
+        terminal.shown(console, "a\tb\n\x0e\x07\x7f")
+        == "a\tb\n\N{SYMBOL FOR SHIFT OUT}\N{SYMBOL FOR BELL}\N{SYMBOL FOR DELETE}"
+    )
     plain = Console(file=io.StringIO(), force_terminal=False)
     terminal.write_piece(plain, piece)
     assert plain.file.getvalue() == piece.text  # type: ignore[attr-defined]
@@ -125,17 +130,17 @@ def test_demo_warns_of_a_busy_machine(
 
 @pytest.mark.parametrize("a, b, first", [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 3], 1)])
 def test_first_difference(a: list[int], b: list[int], first: int | None) -> None:
-    assert demo.first_difference(a, b) == first
+    assert first_difference(a, b) == first
 
 
 def test_threads(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are cores for this process, unless the environment has a say."""
-    demo.use_all_cores()
+    threads.use_all_cores()
     assert torch.get_num_threads() == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5}, raising=False)
-    demo.use_all_cores()
+    threads.use_all_cores()
     assert torch.get_num_threads() == 3
 
 

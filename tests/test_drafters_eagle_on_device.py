@@ -39,6 +39,7 @@ def test_greedy_drafts_of_sampled_rows_are_the_likeliest(
     seen = proposals_of(drafter)
     params = engine.SamplingParams(temperature=3.0, seed=1, max_new_tokens=8)
     engine.load(target, drafter, 3).generate([3, 4, 5, 6], params)
+    assert seen
     for text, proposal in seen:
         assert proposal.logits is None
         assert proposal.tokens[0].tolist() == head.of(target).drafts(target, text, 3)[: proposal.tokens.shape[1]]

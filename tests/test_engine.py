@@ -845,6 +845,7 @@ _DRAFTS = torch.ones(1, 2, dtype=torch.int64)
         (engine.Proposal(_DRAFTS.expand(2, 2)), r"tokens \[B, K\] with B = 1, got \[2, 2\]"),
         (engine.Proposal(_DRAFTS * VOCAB), f"tokens below {VOCAB}, the size of .* got {VOCAB}"),
         (engine.Proposal(_DRAFTS, logits=torch.zeros(1, 1, VOCAB)), r"logits \[B, K, V\] .* \[1, 2\]"),
+        (engine.Proposal(_DRAFTS, logits=torch.zeros(1, 2, 0)), r"logits \[B, K, V\] .*, got .* shape \[1, 2, 0\]"),
         (engine.Proposal(_DRAFTS, confidence=torch.zeros(2)), r"confidence \[B, K\] of floats"),
         *(
             (engine.Proposal(_DRAFTS, confidence=torch.tensor([[0.5, sure]])), r"confidence in \[0, 1\)")

@@ -207,6 +207,19 @@ def test_an_unknown_architecture_is_probed(monkeypatch: pytest.MonkeyPatch) -> N
         engine.load(granite)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no more"), MemoryError()])
+def test_a_probe_without_memory_says_nothing_of_the_architecture(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **more: object) -> None:
+        raise error
+
+    granite = tiny("granite", num_key_value_heads=2)
+    monkeypatch.setattr(granite, "forward", full)
+    with pytest.raises(type(error)):
+        engine.load(granite)
+
+
 def test_draft_model_of_another_tokenizer(target: PreTrainedModel) -> None:
     other = engine.DraftModel(perturbed(target, 0.1), byte_tokenizer(renamed={"a": "_a"}))
     with pytest.raises(ValueError, match="drafter must have the target's tokenizer, but id 97 is 'a'"):
@@ -371,6 +384,25 @@ def test_a_drafter_that_is_no_gguf_file(target: PreTrainedModel, tmp_path: Path)
     path.write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"^drafter must be a GGUF file, got .*draft\.gguf"):
         engine.load(target, drafter=str(path))
+
+
+@pytest.mark.parametrize("text", ['{"eos_token_id": [2, 3', "[2, 3]"])
+def test_a_damaged_generation_config(folder: Path, text: str) -> None:
+    """In its place transformers would make one up, and the ends of text that it names would be lost."""
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=r"^target must be an intact checkpoint; .*generation_config.json is no JSON ob"
+    ):
+        engine.load(folder)
+
+
+def test_weights_of_another_shape_than_the_config_says(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] += 8
+    (folder / "config.json").write_text(json.dumps(config))
+    rule = r"mlp\.down_proj\.weight must be \[\d+, \d+\], got \[\d+, \d+\]; .*; \.\.\.$"
+    with pytest.raises(ValueError, match=rf"(?s)^target must be an intact checkpoint; .*{rule}"):
+        engine.load(folder)
 
 
 def test_eos_tokens_come_from_the_generation_config(folder: Path) -> None:

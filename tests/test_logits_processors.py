@@ -183,5 +183,7 @@ def test_logits_that_are_no_distribution_may_be_its_fault(target: PreTrainedMode
 
 
 def test_what_it_must_be() -> None:
-    with pytest.raises(ValueError, match=r"^logits_processor must be callable .* or None, got 3$"):
+    with pytest.raises(
+        ValueError, match=r"^logits_processor must be callable .* or None, got 3; several go into one Log"
+    ):
         engine.SamplingParams(logits_processor=3)

@@ -148,13 +148,17 @@ def test_kernels_is_a_folder_behind_a_symlink() -> None:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """The absolute names that a file imports."""
+    """The absolute names of what a file of the repository imports, names in modules included."""
+    place = path.relative_to(ROOT).parent.parts
+    package = ("engine", *place) if place[:1] == ("kernels",) else place
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -168,9 +172,19 @@ def test_nothing_imports_kernels_by_its_own_name() -> None:
 
 def test_kernels_import_nothing_of_engine() -> None:
     """The kernels serve other engines too: of this one they know only each other."""
+    known = "engine.kernels"
     for path in (ROOT / "kernels").glob("*.py"):
         names = {name for name in imported_modules(path) if name.split(".")[0] == "engine"}
-        assert all(name.startswith("engine.kernels") for name in names), (path, names)
+        assert all(name == known or name.startswith(f"{known}.") for name in names), (path, names)
+
+
+def test_the_engine_has_one_door_to_the_kernels() -> None:
+    folder = ROOT / "engine"
+    files = [path for path in folder.rglob("*.py") if not path.is_relative_to(folder / "kernels")]
+    guilty = {
+        path.name for path in files if any(f"{name}.".startswith("engine.kernels.") for name in imported_modules(path))
+    }
+    assert guilty == {"backend.py"}
 
 
 def test_transformers_does_not_mistake_our_folder() -> None:

@@ -601,7 +601,7 @@ def test_hidden_states_that_are_cut_off(part: str, size: int, target: Path, whol
 def test_hidden_states_of_something_else(tmp_path: Path) -> None:
     file = tmp_path / "hidden-00000.safetensors"
     save_file({"tokens": torch.zeros(3)}, file)
-    for read in (hidden.read_texts, hidden.tokens_in):
+    for read in (hidden.read_texts, hidden.check_file):
         with pytest.raises(ValueError, match=r"hidden-00000.safetensors must hold the hidden states of some texts: "):
             read(file)
 

@@ -191,7 +191,8 @@ def test_hidden_states_of_both_parts_stay_within_the_room(
 
     def written(part: hidden.KeptTexts) -> list[float]:
         """Bytes in each file that is there."""
-        return [hidden.tokens_in(file) * part.num_bytes / part.num_tokens for file in part.files if file.exists()]
+        texts = [hidden.read_texts(file) for file in part.files if file.exists()]
+        return [sum(len(text.tokens) for text in each) * part.num_bytes / part.num_tokens for each in texts]
 
     _, texts, validation, *_ = up_to_the_training(PROMPTS, tmp_path / "all", options(target))
     room = texts.num_bytes + validation.num_bytes / 2

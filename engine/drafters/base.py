@@ -29,6 +29,12 @@ class Drafter(Protocol):
       drafts for a single greedy row, "auto" asks for as many drafts as there may be.
     - `steps(state, num_draft_tokens)`: yields the columns of `propose` one by one, as proposals [B, 1], to a reader who may
       stop at any of them.
+    - `stages`: a tuple of drafters that it is made of, for which all of this is asked as well.
+    - `ragged`: the `RaggedModel` that it drafts with. Graphs that hold calls of it are captured anew if its modules or weights change,
+      and a warm-up prepares its reading of prompts.
+    - `reads_own_texts = True`: its model has texts of its own, so that its work is captured piece by piece by itself, and not with the
+      round's (`OwnTexts`).
+    - `layers`: a tuple of the target's layers or hidden states that it uses, which must be the same on all ranks.
     """
 
     def prefill(self, state: BatchState) -> None:

@@ -43,7 +43,7 @@ def nothing(state: BatchState) -> Proposal:
     return Proposal(state.tokens[:, :0])
 
 
-class Places:
+class ProposalBuffers:
     """Buffers in which proposals lie for CUDA graphs: one that reads them finds all of a layout in the same place, and those that
     write them keep no memory for them. They are made by the first, eager call of work that is captured later.
     """

@@ -57,7 +57,7 @@ class KeptTexts:
         self.files = [folder / f"hidden-{index:05}.safetensors" for index in range(len(self._groups))]
         for file in self.files:
             if file.exists():
-                tokens_in(file)
+                check_file(file)
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -151,14 +151,10 @@ def _write(file: Path, texts: Sequence[Text]) -> None:
         save_file(tensors, partial)
 
 
-def tokens_in(file: Path) -> int:
-    """Of all texts of a file.
-
-    Raises:
-        ValueError: if the file is damaged.
-    """
+def check_file(file: Path) -> None:
+    """Raise ValueError if a file of texts is damaged."""
     with _opened(file) as found:
-        return int(found.get_tensor("offsets")[-1])
+        found.get_tensor("offsets")
 
 
 def read_texts(file: Path) -> list[Text]:

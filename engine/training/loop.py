@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,6 @@ CLIP = 1.0  # largest norm of a gradient
 WEIGHT_DECAY = 0.01
 SECONDS_BETWEEN_CHECKPOINTS = 60.0  # at least
 CHECKPOINT = "checkpoint.pt"
-
-
-class Objective(Protocol):
-    """What is trained: an `nn.Module` that maps a batch, on its own device, to a loss and to its drafts' outcomes.
-
-    Outcomes are one [2] int64 tensor for each position of a draft: chains in which all drafts before it were right, and
-    those of them in which it was right too.
-    """
-
-    def __call__(self, batch: Batch) -> tuple[Tensor, list[Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,9 @@ def train(
     """Train to the end, going on from `folder`'s checkpoint if there is one.
 
     Args:
-        module: an `Objective`; its parameters that require gradients are trained.
+        module: maps a batch, on its own device, to a loss and to its drafts' outcomes: one [2] int64 tensor for each position of a
+            draft, chains in which all drafts before it were right, and those of them in which it was right too. Its parameters that
+            require gradients are trained.
         texts, validation: what is learned from, and what is only looked at.
         folder: gets checkpoint.pt, and log.jsonl with a line for each step and each epoch.
 
