@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .checkpoints import locate, whole_model
+from .checkpoints import locate
 from .config import SamplingParams
 from .demo_prompts import PROMPTS
 from .engine import Engine
 from .generation_config import eos_token_ids, repetition_penalty
 from .loading import load
+from .pretrained import whole_model
 from .terminal import loading, working, write_json
 from .text_difference import Comparer, Difference
 from .threads import use_all_cores

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_peft_available, is_protobuf_available, is_sentencepiece_available
 
 from . import parallel
 from .cpu_layers import fuse_cpu_layers
 from .errors import UnsupportedModelError
+from .gguf import converted
 from .hub import existing_path, naming_errors
 from .packing import pack_linears
+from .pretrained import whole_model
 from .support import check_config
 
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
@@ -96,25 +98,6 @@ def _check_generation_config(location: str, role: str) -> None:
         raise ValueError(f"{role} must be an intact checkpoint; {file} is no JSON object")
 
 
-def whole_model(location: str | Path, **options: Any) -> PreTrainedModel:
-    """As `from_pretrained`, which draws what is missing at random, loads it.
-
-    Raises:
-        ValueError: naming tensors that are missing or of another shape than the config says.
-    """
-    found: Any = AutoModelForCausalLM.from_pretrained(
-        location, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True, **options
-    )
-    model: PreTrainedModel = found[0]
-    if wrong := sorted(found[1]["mismatched_keys"]):
-        told = [f"{name} must be {list(wanted)}, got {list(there)}" for name, there, wanted in wrong[:3]]
-        raise ValueError("; ".join(told) + ("; ..." if wrong[3:] else ""))
-    if missing := sorted(found[1]["missing_keys"]):
-        names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
-        raise ValueError(f"{len(missing)} tensors of a {type(model).__name__} are missing: {names}")
-    return model
-
-
 def locate(source: Any, role: str, dtype: Any) -> str | PreTrainedModel:
     """A live model, a hub id, or a folder with safetensors, to which a GGUF file is converted in this dtype.
 
@@ -126,8 +109,6 @@ def locate(source: Any, role: str, dtype: Any) -> str | PreTrainedModel:
         return source
     path = _check_source(source, role)
     if path.is_file():
-        from .gguf import converted
-
         return str(converted(path, torch.bfloat16 if dtype == "auto" else dtype, role))
     return str(path) if path.is_dir() else str(source)
 

@@ -22,7 +22,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from .checkpoints import whole_model
+from .pretrained import whole_model
 
 logger = logging.getLogger(__name__)
 

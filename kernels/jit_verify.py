@@ -198,4 +198,4 @@ def store_verdict(rows, batch, token, column, count, next_token, flags, lse, inv
     tl.store(status + batch, flags)
     if logprobs is not None:
         x = read_at(rows, batch, column, kept)
-        tl.store(logprobs + at, tl.where(kept >= 0, x * inverse_temperature - lse, 0.0), mask=inside)
+        tl.store(logprobs + at, tl.where(kept >= 0, tl.minimum(x * inverse_temperature - lse, 0.0), 0.0), mask=inside)

@@ -118,8 +118,8 @@ def verify(
     Raises:
         ValueError: naming the argument whose type, shape, dtype, device or value does not fit.
     """
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r:.100}")
     _check_logits("target_logits", target_logits, "[B, K+1, V]" if cu_num_logits is None else "[N, V]")
     device = target_logits.device
     _check_drafts(draft_tokens, draft_logits, draft_stats, device)
@@ -147,9 +147,16 @@ def verify(
 
 
 def use_triton(tensor: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels serve these tensors, which are on one device, and not their torch twins.
+
+    Raises:
+        ValueError: if ENGINE_KERNELS says so and it cannot be had.
+    """
     choice = _choice()
     if any(each is not None and each.dtype == torch.float64 for each in (tensor, *others)):
         return False  # the kernels compute in float32
+    if choice == "triton" and not tensor.is_cuda:
+        check_choice(tensor.device)
     return choice == "triton" or (choice == "" and tensor.is_cuda)
 
 
@@ -182,6 +189,9 @@ def _choice() -> str:
 
 def _check_logits(name: str, logits: Tensor, *shapes: str, device: torch.device | None = None) -> None:
     check_tensor(name, logits, device)
+    if logits.layout != torch.strided or logits.is_nested or logits.is_neg():
+        kind = "negated view" if logits.layout == torch.strided and not logits.is_nested else f"{logits.layout} tensor"
+        raise ValueError(f"{name} must be a plain tensor, got a {kind}")
     dims = [len(shape.split(", ")) for shape in shapes]
     if logits.dtype not in FLOATS or logits.dim() not in dims or logits.shape[-1] == 0:
         raise ValueError(

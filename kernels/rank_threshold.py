@@ -37,7 +37,7 @@ def _of_row(row: NDArray[Any], scale: float, top_k: int, top_p: float) -> float:
     if not limited and not top_p < 1:
         return -np.inf
     if not -np.inf < peak < np.inf:  # no distribution
-        whole = (torch.tensor([value]) for value in (scale, top_k, top_p))
+        whole = (torch.tensor([value], device="cpu") for value in (scale, top_k, top_p))
         return float(_by_sorting(torch.from_numpy(row)[None], *whole))
     few = np.sort(np.partition(row, size - _FEW)[-_FEW:])
     kept = row

@@ -74,7 +74,9 @@ def sample(
     p = Rows.of(adjusted(logits, logit_bias, token_mask), Temperatures.of(temperature), (top_k, top_p, min_p))
     tokens = _own_tokens(p, seed, position, 0 if origin is None else origin, stream)
     valid = finite(p.stats.lse)
-    logprobs = p.log_prob_of(tokens).where(valid, 0) if return_logprobs else None
+    logprobs = (
+        p.log_prob_of(tokens).where(valid, 0).clamp_(max=0) if return_logprobs else None
+    )  # by rounding, some would be above 0
     return Draws(tokens.where(valid, -1), p.stats, logprobs)
 
 
@@ -131,8 +133,7 @@ def verify(
             token_mask = unpacked(token_mask, cu_num_logits, num_drafts + 1, True)
     if method in ("coupled", "typical") or num_drafts == 0:
         draft_logits = None
-    if draft_logits is not None and target_logits.dtype != torch.float64:
-        draft_logits, draft_stats = _narrow(draft_logits), None if draft_stats is None else _narrow_stats(draft_stats)
+    narrow = target_logits.dtype != torch.float64
     temperatures, filters = Temperatures.of(temperature), (top_k, top_p, min_p)
     target = adjusted(target_logits, logit_bias, token_mask)
     if temperatures.all_greedy and not return_logprobs:
@@ -142,6 +143,8 @@ def verify(
     p, q = Rows.of(target, temperatures, filters, want_argmax=method == "coupled"), None
     if draft_logits is not None:
         draft = adjusted(draft_logits, *(_head(value, num_drafts) for value in (logit_bias, token_mask)))
+        if narrow:  # behind the bias, as `sample` rounds its threshold behind it, too
+            draft, draft_stats = _narrow(draft), None if draft_stats is None else _narrow_stats(draft_stats)
         q = Rows.of(draft, temperatures, filters, draft_stats, want_argmax=False)
     never_greedy, greedy = temperatures.never_greedy, temperatures.greedy(seed)
     column = torch.arange(num_drafts + 1, device=seed.device)
@@ -190,7 +193,7 @@ def verify(
         next_token = next_token.where(finite(lse)[:, None], -1)
 
     tokens = torch.cat([draft_tokens, next_token], dim=1).masked_fill_(column >= last, -1).scatter_(1, last, next_token)
-    logprobs = p.log_prob_of(tokens).where(tokens >= 0, 0) if return_logprobs else None
+    logprobs = p.log_prob_of(tokens).where(tokens >= 0, 0).clamp_(max=0) if return_logprobs else None
     return Verdict(tokens, num_accepted, status, logprobs)
 
 

@@ -67,7 +67,7 @@ def sample_kernel(
         valid = tl.abs(row_lse) < float("inf")
         tl.store(tokens + row, tl.where(valid, row_argmax, -1).to(tl.int64))  # unless another one is drawn
         if logprobs is not None:
-            tl.store(logprobs + row, tl.where(valid, best * inverse_temperature - row_lse, 0.0))
+            tl.store(logprobs + row, tl.where(valid, tl.minimum(best * inverse_temperature - row_lse, 0.0), 0.0))
         if valid & (not greedy):
             row_position = tl.load(position + batch) + column
             row_origin = tl.zeros_like(row_position)
@@ -79,7 +79,8 @@ def sample_kernel(
             )
             tl.store(tokens + row, token.to(tl.int64))
             if logprobs is not None:
-                tl.store(logprobs + row, read_at(rows, batch, column, token) * inverse_temperature - row_lse)
+                logprob = read_at(rows, batch, column, token) * inverse_temperature - row_lse
+                tl.store(logprobs + row, tl.minimum(logprob, 0.0))
 
 
 def sample(

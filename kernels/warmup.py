@@ -67,12 +67,14 @@ def warmup(
         raise ValueError(f"vocab_size must be >= 1 and num_draft_tokens >= 0, got {vocab_size} and {num_draft_tokens}")
     if draft_vocab_size is not None and draft_vocab_size < 1:
         raise ValueError(f"draft_vocab_size must be >= 1 or None, got {draft_vocab_size}")
-    for method in methods:
-        if method not in METHODS:
-            raise ValueError(f"methods must be among {', '.join(METHODS)}, got {method!r}")
+    if not isinstance(methods, list | tuple | set | frozenset) or not all(each in METHODS for each in methods):
+        raise ValueError(f"methods must be a list of some of {', '.join(METHODS)}, got {methods!r:.100}")
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be floating (of 16, 32 or 64 bits), got {dtype}")
-    example = torch.empty(0, dtype=dtype, device=device)
+    try:
+        example = torch.empty(0, dtype=dtype, device=device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be one that torch can make tensors on, got {device!r}: {error}") from error
     if not use_triton(example):
         return
     device = example.device  # with its index

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 from kernel_cases import assert_counters_are_clear, verify_case
 
 from engine.kernels import ops, reference, warmup
@@ -74,6 +75,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("sample", dict(logits=LOGITS.to(F8)), "logits must be floating"),
     ("verify", dict(target_logits=LOGITS.to(F8)), "target_logits must be floating"),
     ("verify", dict(draft_logits=DRAFTS.to(F8)), "draft_logits must be floating"),
+    ("row_stats", dict(logits=LOGITS.to_sparse()), "logits must be a plain tensor, got a torch.sparse_coo tensor"),
+    ("sample", dict(logits=torch.complex(LOGITS, LOGITS).conj().imag), "logits must be a plain tensor, got a negated view"),
+    ("verify", dict(draft_logits=torch.nested.nested_tensor([DRAFTS[0]])), "draft_logits must be a plain tensor, got a "),
+    ("verify", dict(method=np.array(["block"])), r"method must be one of rejection, .*, got array\(\['block'\]"),
     ("sample", dict(stream=torch.tensor(1)), "stream must be one of 0, 1, 2, 3"),
     ("sample", dict(stream=torch.tensor([1, 2])), "stream must be one of 0, 1, 2, 3"),
     ("sample", dict(stream=True), "stream must be one of 0, 1, 2, 3"),
@@ -219,6 +224,13 @@ warmup(100, 2, torch.float32, "cpu", ("block",), 100, filters=True)
     assert done.returncode == 0, done.stderr
 
 
+def test_kernels_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_KERNELS", "triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match=r"^ENGINE_KERNELS must be 'torch' or unset for tensors on cpu"):
+        ops.row_stats(LOGITS)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -228,7 +240,10 @@ warmup(100, 2, torch.float32, "cpu", ("block",), 100, filters=True)
         (dict(vocab_size=64.0), "vocab_size must be an int, got 64.0"),
         (dict(num_draft_tokens=1.0), "num_draft_tokens must be an int, got 1.0"),
         (dict(num_draft_tokens=True), "num_draft_tokens must be an int, got True"),
-        (dict(methods=["greedy"]), "methods must be among"),
+        (dict(methods=["greedy"]), r"methods must be a list of some of rejection, .*, got \['greedy'\]"),
+        (dict(methods="block"), "methods must be a list of some of .*, got 'block'"),
+        (dict(methods=None), "methods must be a list of some of .*, got None"),
+        (dict(device="foo"), "device must be one that torch can make tensors on, got 'foo'"),
         (dict(dtype=F8), "dtype must be floating"),
     ],
     ids=str,

@@ -336,3 +336,37 @@ def test_rows_without_a_distribution_can_be_raced() -> None:
     numbers = torch.arange(3)
     drawn = draw_by_token(rows, numbers, numbers, numbers, philox.SAMPLE)
     assert (drawn >= 0).all() and (drawn < 5_000).all()
+
+
+@pytest.mark.parametrize("name, value", [("top_k", 3), ("top_p", 0.8), ("min_p", 0.1)])
+def test_the_stats_of_float64_drafts_are_those_that_verification_finds(name: str, value: float) -> None:
+    """Both round behind the bias: else the least likely token that is kept may lie below its own threshold."""
+    generator = torch.Generator().manual_seed(0)
+    draft = torch.randn(2000, 1, 16, generator=generator, dtype=torch.float64)
+    target, bias = torch.randn(2000, 2, 16, generator=generator), torch.randn(16, generator=generator)
+    rows: dict[str, Any] = dict(
+        seed=torch.arange(2000), position=torch.full((2000,), 5), logit_bias=bias, **{name: torch.full((2000,), value)}
+    )
+    draws = reference.sample(draft, origin=rows["position"], stream=philox.DRAFT, **rows)
+    given, found = (reference.verify(target, draws.tokens, draft, stats, **rows) for stats in (draws.stats, None))
+    assert not given.status.any()
+    assert torch.equal(given.tokens, found.tokens) and torch.equal(given.num_accepted, found.num_accepted)
+
+
+def test_no_log_probability_is_above_0() -> None:
+    logits = 45 * (2 * torch.rand(4000, 16, generator=torch.Generator().manual_seed(0)) - 1)
+    seed, position = torch.arange(4000), torch.zeros(4000, dtype=torch.int64)
+    logprobs = reference.sample(logits, seed=seed, position=position, return_logprobs=True).logprobs
+    assert logprobs is not None and float(logprobs.max()) == 0
+    none = torch.zeros(4000, 0, dtype=torch.int64)
+    verdict = reference.verify(logits[:, None], none, seed=seed, position=position, return_logprobs=True)
+    assert verdict.logprobs is not None and float(verdict.logprobs.max()) == 0
+
+
+def test_tensors_on_the_cpu_beside_another_default_device() -> None:
+    logits, top_p = torch.randn(2, 3000), torch.full((2,), 0.9)
+    logits[1, 5] = torch.nan
+    expected = reference.row_stats(logits, top_p=top_p)
+    with torch.device("meta"):
+        stats = reference.row_stats(logits, top_p=top_p)
+    assert all(a.equal(b) or a[:1].equal(b[:1]) for a, b in zip(stats, expected, strict=True)) and stats.lse[1].isnan()

@@ -1,0 +1,25 @@
+"""A causal language model from a checkpoint by transformers, whole or not at all."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+def whole_model(location: str | Path, **options: Any) -> PreTrainedModel:
+    """As `from_pretrained`, which draws what is missing at random, loads it.
+
+    Raises:
+        ValueError: naming tensors that are missing or of another shape than the config says.
+    """
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        location, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True, **options
+    )
+    model: PreTrainedModel = found[0]
+    if wrong := sorted(found[1]["mismatched_keys"]):
+        told = [f"{name} must be {list(wanted)}, got {list(there)}" for name, there, wanted in wrong[:3]]
+        raise ValueError("; ".join(told) + ("; ..." if wrong[3:] else ""))
+    if missing := sorted(found[1]["missing_keys"]):
+        names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
+        raise ValueError(f"{len(missing)} tensors of a {type(model).__name__} are missing: {names}")
+    return model
