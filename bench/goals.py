@@ -22,6 +22,13 @@ GPU_SHAPE = "K=4 V=151936 bf16"  # behind "B=... "
 
 @dataclass(frozen=True)
 class Goal:
+    """A number to reach.
+
+    Attributes:
+        measure: finds what was measured in a report's results, or nothing.
+        at_most: the limit is the most that is allowed; else the least.
+    """
+
     name: str
     limit: float
     unit: str

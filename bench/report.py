@@ -58,6 +58,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def digest(*texts: str) -> str:
+    """A short hash over all of them."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
@@ -151,10 +152,12 @@ class Report:
         self.records = list(({key(r): r for r in self.records} | {key(r): r for r in records}).values())
 
     def goals(self) -> list[dict[str, Any]]:
+        """What became of each goal."""
         results = Results(self.records, self.end_to_end)
         return [goal.outcome(results, self.environment.get("gpu")) for goal in GOALS]
 
     def ratios(self) -> list[dict[str, Any]]:
+        """How many times as long as ours the peers took, shape by shape."""
         return ratios(self.records, list(self.peers))
 
     def as_dict(self) -> dict[str, Any]:

@@ -177,6 +177,7 @@ class RaggedCache(Cache):
             self.capacity = capacity
 
     def round_up(self, length: int) -> int:
+        """A length of K/V that calls may read: a multiple of the granularity."""
         return -(-length // self.granularity) * self.granularity
 
     def plan_call(

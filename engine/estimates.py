@@ -58,6 +58,7 @@ class Acceptance:
         self._stood, self._seen = [0.0] * NUM_BINS, [0.0] * NUM_BINS
 
     def add(self, bin_: int, stood: bool) -> None:
+        """Note whether a draft in this bin stood."""
         self._stood[bin_] = self._keep * self._stood[bin_] + stood
         self._seen[bin_] = self._keep * self._seen[bin_] + 1
 
@@ -96,6 +97,7 @@ class Costs:
         return round(self._deviations.get(size, (0.0, 0.0))[1])
 
     def add(self, size: int, seconds: float) -> None:
+        """Note what a call of this size took."""
         if self._calls == 1 and seconds < 0.8 * self.at(size):
             self._forget()  # the first call had something to set up
         if self._calls:

@@ -74,6 +74,7 @@ class GpuLayerParts(WatchedModules):
         return hidden + self._mlp(normed)
 
     def before_attention(self, hidden: Tensor) -> Tensor:
+        """What attention reads, [B, W, H]: the hidden states through the layer's first norm."""
         return _normed(self.layer_norms[0], hidden)[1]
 
     def attention(

@@ -76,6 +76,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
+        """New tokens, over all seconds, reading the prompt included; 0 before there are any."""
         return self.new_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def __copy__(self) -> "Stats":

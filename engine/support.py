@@ -124,6 +124,7 @@ def compiled_part(model: PreTrainedModel) -> str | None:
 
 
 def compiled_reason(role: str, part: str) -> str:
+    """Why a model with this compiled part is refused."""
     return (
         f"{role} must not be compiled where its attention is, as K/V goes to the engine's cache, of which such a graph knows "
         f"nothing; got {part} compiled: load the model as it is, on a CPU with compile=True if that is wanted"

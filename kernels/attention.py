@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .jit_attention import inverse, load_lengths, logits_of, multiply, tile_offsets, visible_keys
-from .jit_rows import finite
+from .jit_rows import peak_or_0
 from .launch import cdiv, next_power_of_2, row_arguments, view_4d
 from .workspace import workspace
 
@@ -96,8 +96,8 @@ def attention_kernel(
             visible &= key[None, :] > position[:, None] - window
         s = tl.where(visible, s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(s, axis=1))
-        weight = tl.exp2(s - finite(new_peak)[:, None])
-        shrink = tl.exp2(peak - finite(new_peak))
+        weight = tl.exp2(s - peak_or_0(new_peak)[:, None])
+        shrink = tl.exp2(peak - peak_or_0(new_peak))
         mass = mass * shrink + tl.sum(weight, axis=1)
         v_at = v_row + tl.cast(start, tl.int64) * VALUE_STRIDE + v_tile
         v = tl.load(v_at, mask=readable, other=0.0, eviction_policy=EVICTION)
@@ -147,7 +147,7 @@ def combine_kernel(
     for group in tl.range(first, last, COMBINED):
         split = group + tl.arange(0, COMBINED)
         used = split < last
-        weight = tl.exp2(tl.load(peaks_at + split, mask=used, other=float("-inf")) - finite(peak))
+        weight = tl.exp2(tl.load(peaks_at + split, mask=used, other=float("-inf")) - peak_or_0(peak))
         mass += tl.sum(weight * tl.load(masses_at + split, mask=used, other=0.0), axis=0)
         at = sums_at + split.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
         partial = tl.load(at, mask=used[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)

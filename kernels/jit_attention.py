@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .jit_rows import LOG2_E, finite
+from .jit_rows import LOG2_E, peak_or_0
 
 
 @triton.jit
@@ -64,5 +64,5 @@ def inverse(peak, mass, sinks, head, mask):
     seen = mass != 0.0
     if sinks is not None:
         sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2_E
-        mass += tl.exp2(sink - finite(peak))
+        mass += tl.exp2(sink - peak_or_0(peak))
     return tl.div_rn(1.0, tl.where(seen, mass, 1.0))

@@ -37,8 +37,8 @@ from .jit_rows import (
     as_int,
     blocks_at,
     fetch,
-    finite,
     lowest_id,
+    peak_or_0,
     pick,
     read,
     row_at,
@@ -180,7 +180,7 @@ def kept_masses(rows, batch, column, row, memory, threshold, left_out, inverse_t
         ahead = read(rows, batch, column, group_ids(next_group))  # on its way during what follows
         x = tl.where((x >= threshold) & (group_ids(group) != left_out), x, float("-inf"))
         peak = tl.max(x, axis=1)
-        mass = tl.sum(tl.exp2((x - finite(peak)[:, None]) * (inverse_temperature * LOG2_E)), axis=1)
+        mass = tl.sum(tl.exp2((x - peak_or_0(peak)[:, None]) * (inverse_temperature * LOG2_E)), axis=1)
         tl.store(group_peaks_at(memory, row) + group, peak, mask=group < last)
         tl.store(masses_at + group, mass, mask=group < last)
         group, x = next_group, ahead
@@ -214,7 +214,7 @@ def draw_in_two_levels(
     rows, batch, column, peak, mass, threshold, left_out, inverse_temperature, noise, BLOCK: tl.constexpr
 ):
     """A token drawn from a row whose blocks have these peaks and masses [NUM_BLOCKS], and whether there is any. Reads one block."""
-    best = finite(tl.max(peak, axis=0))
+    best = peak_or_0(tl.max(peak, axis=0))
     log_mass = tl.where(mass > 0, (peak - best) * inverse_temperature + tl.log(mass), float("-inf"))
     chosen, found = choose_block(log_mass, noise, mass.shape[0])
     first = chosen * BLOCK
@@ -223,4 +223,4 @@ def draw_in_two_levels(
     x = tl.where((x >= threshold) & (ids != left_out), x, float("-inf"))
     # Any logit near the largest will do to keep the differences exact.
     near = tl.max(tl.where(tl.arange(0, mass.shape[0]) == chosen, peak, float("-inf")), axis=0)
-    return choose_token((x - finite(near)) * inverse_temperature, first, noise, BLOCK), found
+    return choose_token((x - peak_or_0(near)) * inverse_temperature, first, noise, BLOCK), found

@@ -96,6 +96,7 @@ def read(rows, batch, column, ids):
 
 @triton.jit
 def vocab_size_of(rows):
+    """V of the logits, behind which there is nothing to read."""
     return rows[0][1]
 
 
@@ -151,7 +152,7 @@ def load_temperature(temperature, batch):
 
 
 @triton.jit
-def finite(x):
+def peak_or_0(x):
     """0 in place of -inf, so that a difference from it is -inf and not NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
 
@@ -159,13 +160,13 @@ def finite(x):
 @triton.jit
 def block_mass(x, peak, inverse_temperature):
     """sum of exp((x - peak) / T) over each block of a tile x: [BLOCKS], as peak."""
-    return block_sum(tl.exp2((x - finite(peak)[None, :, None]) * (inverse_temperature * LOG2_E)))
+    return block_sum(tl.exp2((x - peak_or_0(peak)[None, :, None]) * (inverse_temperature * LOG2_E)))
 
 
 @triton.jit
 def block_heat(x, peak, inverse_temperature):
     """sum of d exp(d) over each block of a tile x, d = (x - peak) / T: [BLOCKS], as peak."""
-    return block_sum(heat_of((x - finite(peak)[None, :, None]) * inverse_temperature))
+    return block_sum(heat_of((x - peak_or_0(peak)[None, :, None]) * inverse_temperature))
 
 
 @triton.jit

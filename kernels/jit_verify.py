@@ -25,9 +25,9 @@ from .jit_rows import (
     blocks_at,
     fetch,
     fetch_stats,
-    finite,
     heat_of,
     log_sum_exp,
+    peak_or_0,
     pick,
     read_at,
     row_at,
@@ -137,7 +137,7 @@ def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
         entropy = tl.log(total) - heat / total
     higher = tl.maximum(best, x_left_out)
     total = tl.where(total > 0, tl.exp((best - higher) * inverse_temperature) * total, total)
-    total += tl.exp((x_left_out - finite(higher)) * inverse_temperature)
+    total += tl.exp((x_left_out - peak_or_0(higher)) * inverse_temperature)
     threshold = tl.full([WIDTH], float("-inf"), tl.float32)
     return threshold, log_sum_exp(higher, total, inverse_temperature), own, entropy
 

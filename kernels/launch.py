@@ -68,6 +68,7 @@ def row_arguments(**values: Tensor | None) -> dict[str, Tensor | None]:
 
 
 def is_filtered(top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> bool:
+    """Whether any filter was passed, whatever its values."""
     return not (top_k is None and top_p is None and min_p is None)
 
 

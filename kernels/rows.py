@@ -25,6 +25,7 @@ class Temperatures(NamedTuple):
 
     @staticmethod
     def of(values: Tensor | None) -> "Temperatures":
+        """Of `temperature` as the calls take it, [B]."""
         if values is None:
             return Temperatures(None, never_greedy=True, all_greedy=False)
         low, high = bounds(values.float())
@@ -64,6 +65,7 @@ class Rows(NamedTuple):
         stats: RowStats | None = None,  # None: they are worked out
         want_argmax: bool = True,
     ) -> "Rows":
+        """Logits [B, V] or [B, W, V] with their stats."""
         scale = temperatures.scale(logits)
         if stats is None:
             stats = row_stats(logits, temperatures, scale, filters, want_argmax)

@@ -138,6 +138,52 @@ def test_a_model_that_needs_the_host_runs_eagerly(caplog: pytest.LogCaptureFixtu
     ]
 
 
+def test_a_model_that_has_been_on_the_host_is_captured_anew() -> None:
+    """Its parameters are the same objects, and lie elsewhere."""
+    model = tiny("llama", dtype=torch.bfloat16, max_position_embeddings=1024).to("cuda")
+    llm, params = engine.load(model), engine.SamplingParams(max_new_tokens=30)
+    expected = [llm.generate([5, 6, 7], params).token_ids for _ in range(2)][1]
+    model.cpu()
+    held = [torch.zeros_like(parameter, device="cuda") for parameter in model.parameters()]  # where they were before
+    model.cuda()
+    assert llm.generate([5, 6, 7], params).token_ids == expected and len(held)
+
+
+FULL = """
+import torch
+from engine.graphs import Graphs
+
+def work():
+    activations = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    if torch.cuda.is_current_stream_capturing() and short:
+        raise torch.OutOfMemoryError("no more")
+    return activations[:1].fill_(3)
+
+short, graphs = False, Graphs.for_device(torch.zeros(1, device="cuda").device)
+for key in "ab":
+    for _ in range(3):
+        result = graphs.run(key, work)
+assert len(graphs) == 2 and result.item() == 3
+short = True
+for _ in range(3):
+    result = graphs.run("c", work)
+assert graphs.enabled and not len(graphs) and result.item() == 3
+del result
+torch.cuda.empty_cache()
+assert torch.cuda.memory_reserved() < 1 << 27, torch.cuda.memory_reserved()
+short = False
+for _ in range(3):
+    result = graphs.run("c", work)
+assert len(graphs) == 1 and result.item() == 3
+"""
+
+
+def test_a_capture_that_lacked_memory_gives_it_back() -> None:
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", FULL], cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 FAILING = """
 import torch
 from engine.graphs import Graphs

@@ -23,6 +23,7 @@ from engine.training.eagle3_files import save_eagle3
 from engine.training.hidden import KeptTexts, Text
 from engine.training.loop import acceptance, evaluate, learning_rate
 from engine.training.losses import LOWEST_RATE, draft_loss
+from engine.training.making import frequent_tokens
 from engine.training.objectives import (
     STEP_DECAY,
     DraftModelTraining,
@@ -32,7 +33,6 @@ from engine.training.objectives import (
     check_num_layers,
 )
 from engine.training.options import LOSSES
-from engine.training.run import frequent_tokens
 from engine.training.soft_labels import SoftLabels
 from engine.training.target_head import TargetHead
 

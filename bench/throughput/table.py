@@ -21,9 +21,9 @@ after method on each prompt; *to our plain*: divided by those of "ours plain" in
 seconds, reading the prompts included; *after prefill* without it (and without the tokens that reading the prompt gives: ours
 gives none, others one or more). Tokens are counted as ids, the end of sequence included. *prefill*: median. *acceptance*:
 accepted / proposed draft tokens. *same text*: token ids; texts are compared where they are meant to be the same: greedy, and
-sampled with the rule `coupled` (with plain decoding by that rule). *largest gap*: how much likelier the target holds one of the two tokens at which texts part,
-in nats, from one plain call over what they have in common. In bfloat16, logits between 16 and 32 lie 0.125 apart: a gap of
-that size is rounding."""
+sampled with the rule `coupled`, then with our plain decoding by that rule. *largest gap*: how much likelier the target holds one of
+the two tokens at which texts part, in nats, from one plain call over what they have in common. In bfloat16, logits between 16 and 32
+lie 0.125 apart: a gap of that size is rounding."""
 SYNTHETIC_NOTE = """\
 **"not a real drafter"**: it knows plain's text and corrupts it, each token with a given probability. Its rows say what the
 engine costs at a given acceptance, and nothing of what a drafter reaches."""
