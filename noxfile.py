@@ -48,7 +48,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff's rules and format, and mypy."""
-    install(session, "lint")  # with the dependencies: mypy reads their types
+    install(session, "lint", "test")  # with the dependencies: mypy reads their types
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")

@@ -85,7 +85,9 @@ def draft_model(target: PreTrainedModel) -> PreTrainedModel:
     shape = target.config.to_dict() | {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 2048}
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     with torch.device(target.device):
-        return LlamaForCausalLM(LlamaConfig(**shape)).to(target.dtype).eval()
+        model: Any = LlamaForCausalLM(LlamaConfig(**shape))
+        made: PreTrainedModel = model.to(target.dtype).eval()
+        return made
 
 
 def small_draft_model(target: PreTrainedModel) -> engine.DraftModel:

@@ -10,7 +10,7 @@ import torch
 UNFINISHED = "begun, and not ended"
 
 
-def failure(error: Exception) -> dict[str, str]:
+def failure(error: Exception) -> dict[str, Any]:
     """What stands in the place of figures."""
     line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     return {"error": line, "traceback": "".join(traceback.format_exception(error))}

@@ -101,9 +101,10 @@ def _figure(*path: str) -> Measure:
     """Of an end-to-end case: its title, and where the figure is in what it returns."""
 
     def measure(results: Results) -> float | None:
-        found: Any = results.end_to_end
+        place: Any = results.end_to_end
         for name in path:
-            found = found.get(name) if isinstance(found, Mapping) else None
+            place = place.get(name) if isinstance(place, Mapping) else None
+        found: float | None = place
         return found
 
     return measure

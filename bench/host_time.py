@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import engine

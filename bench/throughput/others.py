@@ -85,7 +85,7 @@ class Economize(Method):
         from economize.techniques.lookup import LookupConfig
 
         assert isinstance(self.num_draft_tokens, int)
-        technique = LookupConfig()
+        technique: Any = LookupConfig()
         if self._draft_name is not None:
             technique = DraftModelConfig(model=bed.source(self._draft_name))
         self._decoding = economize.DecodeConfig(

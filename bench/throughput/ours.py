@@ -84,7 +84,7 @@ class Ours(Method):
         self._llm = engine.load(
             bed.target,
             drafter=self._drafter,
-            num_draft_tokens=self.num_draft_tokens,
+            num_draft_tokens=self.num_draft_tokens or 0,
             verification=self.verification,
             max_batch_size=contest.batch_size,
             tokenizer=bed.tokenizer,

@@ -76,12 +76,13 @@ def field(chapters: dict[str, Any], *names: str) -> str:
     """A text of the factbook; empty if it has none of this name."""
     for name in names:
         chapters = chapters.get(name, {})
-    return chapters.get("text", "")
+    text: str = chapters.get("text", "")
+    return text
 
 
 def german_sentences(folder: Path) -> list[str]:
     """One or two sentences from each paragraph of the handbook that has as many."""
-    found = []
+    found: list[str] = []
     for file in sorted(folder.rglob("de-DE/*.html")):
         for paragraph in re.findall(r'<div class="para">(.*?)</div>', file.read_text("utf-8"), re.DOTALL):
             text = html.unescape(" ".join(re.sub("<[^>]+>", "", paragraph).split()))

@@ -1,6 +1,6 @@
 """Words that fill the templates."""
 
-LISTS: dict[str, list[str]] = {
+_TEXTS = {
     "topic": """
         climate change; the water cycle; black holes; artificial intelligence; democracy; friendship; the stock market;
         renewable energy; vaccines; the Roman Empire; the printing press; jazz; chess; public transport; sleep; honesty;
@@ -125,6 +125,6 @@ LISTS: dict[str, list[str]] = {
         finds the median of two arrays; balances parentheses; converts Roman numerals; finds missing numbers;
         computes the edit distance of two strings; schedules tasks by priority; caches results of a function
     """,
-}  # type: ignore[dict-item]
+}
 
-LISTS = {name: [" ".join(word.split()) for word in text.split(";")] for name, text in LISTS.items()}  # type: ignore[attr-defined]
+LISTS = {name: [" ".join(word.split()) for word in text.split(";")] for name, text in _TEXTS.items()}
