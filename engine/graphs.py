@@ -79,17 +79,18 @@ class CudaCapture:
         self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
 
     def record(self, work: Callable[[], Any]) -> Any:
-        before = torch.cuda.current_stream(self._stream.device)
+        before, begun = torch.cuda.current_stream(self._stream.device), False
         try:
             # Thread-local: other threads of the process may use CUDA meanwhile.
             graph = torch.cuda.graph(
                 self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             )
             with _one_at_a_time, _garbage_kept(), graph:
+                begun = True
                 return work()
         except BaseException:
             if not self._has_ended():
-                self._give_up(before)
+                self._give_up(before, begun)
             raise
 
     def _has_ended(self) -> bool:
@@ -100,13 +101,13 @@ class CudaCapture:
             return False
         return True
 
-    def _give_up(self, before: torch.cuda.Stream) -> None:
-        """A capture that cannot be ended leaves its stream current, and all new memory going to its pool."""
+    def _give_up(self, before: torch.cuda.Stream, begun: bool) -> None:
+        """A capture that cannot be ended leaves its stream current, all new memory going to its pool, and a share of that taken."""
         torch.cuda.set_stream(before)
         _not_ended.append(self._graph)
-        for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # not public
+        for undo in ("_cuda_endAllocateToPool", "_cuda_releasePool")[: 1 + begun]:  # not public
             with suppress(Exception):
-                undo(self._stream.device_index, self._pool)
+                getattr(torch._C, undo)(self._stream.device_index, self._pool)
         # Else torch's own generator goes on believing that it is being captured, and refuses to draw.
         with suppress(Exception):
             generator = torch.cuda.default_generators[self._stream.device_index]
