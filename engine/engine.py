@@ -114,8 +114,8 @@ class Engine:
                 the assistant is continued there.
             params: for all prompts, or one for each; None: the defaults.
             progress: show a bar on stderr (that of rank 0, under tensor parallelism).
-            on_output: called with each prompt's index and its `Output` (or its InvalidLogitsError) as soon as it has ended, in
-                whichever order they end. The others wait meanwhile; what it raises ends the call.
+            on_output: called with each prompt's index and its `Output` (or its InvalidLogitsError, with the outputs so far) as soon
+                as it has ended, in whichever order they end. The others wait meanwhile; what it raises ends the call.
 
         Returns:
             An `Output` for a single prompt, else a list of them in the prompts' order.
@@ -138,7 +138,8 @@ class Engine:
         outputs: list[Output | None] = [None] * len(requests)
         hidden = not progress or self._ranks.rank > 0
         seconds = 0.1 if sys.stderr and sys.stderr.isatty() else 10  # between its lines, which a file of logs keeps
-        with tqdm(total=len(requests), unit="prompt", disable=hidden, mininterval=seconds) as bar:
+        # leave=None: unless below another bar
+        with tqdm(total=len(requests), unit="prompt", disable=hidden, leave=None, mininterval=seconds) as bar:
             tokens = 0
             try:
                 for request, new in self._serve(requests):
@@ -150,7 +151,7 @@ class Engine:
                         bar.set_postfix_str(f"{tokens} tokens")
                         if on_output is not None:
                             ended = outputs[request.index]
-                            on_output(request.index, _error([request], [None]) if ended is None else ended)
+                            on_output(request.index, _error([request], outputs) if ended is None else ended)
             except BaseException as error:  # what has ended is not lost with the rest
                 error.outputs = outputs  # type: ignore[attr-defined]
                 raise

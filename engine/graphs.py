@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 _all: "WeakSet[Graphs]" = WeakSet()
 _FEWEST = 2  # graphs that there must be memory for: the two halves of a round
 _one_at_a_time = threading.Lock()  # of all threads' captures, which share a stream and the kernels' counters
-_not_ended: list[
-    Any
-] = []  # CUDA graphs; torch's allocators go on asking them which memory is theirs, so they must live
+# CUDA graphs of captures that could not be ended: torch's allocators go on asking them which memory is theirs, so they must live.
+_not_ended: list[Any] = []
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
@@ -88,9 +87,10 @@ class CudaCapture:
             with _one_at_a_time, _garbage_kept(), graph:
                 begun = True
                 return work()
-        except BaseException:
+        except BaseException:  # Ctrl-C too, which may come when the capture has just ended
+            torch.cuda.set_stream(before)
             if not self._has_ended():
-                self._give_up(before, begun)
+                self._give_up(begun)
             raise
 
     def _has_ended(self) -> bool:
@@ -101,9 +101,8 @@ class CudaCapture:
             return False
         return True
 
-    def _give_up(self, before: torch.cuda.Stream, begun: bool) -> None:
-        """A capture that cannot be ended leaves its stream current, all new memory going to its pool, and a share of that taken."""
-        torch.cuda.set_stream(before)
+    def _give_up(self, begun: bool) -> None:
+        """A capture that cannot be ended leaves all new memory going to its pool, and a share of that taken."""
         _not_ended.append(self._graph)
         for undo in ("_cuda_endAllocateToPool", "_cuda_releasePool")[: 1 + begun]:  # not public
             with suppress(Exception):

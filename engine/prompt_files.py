@@ -65,12 +65,12 @@ def _prompt_of(line: str, where: str) -> Prompt:
     """The prompt of a JSON line."""
     record = _parse(line)
     if isinstance(record, dict):
+        if record.get("tools") not in (None, "", "[]", []):
+            raise ValueError(f"{where} must have no tools, which are not rendered: render the chat, and give its text")
         turns = record.get("turns")
         prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
         if isinstance(prompt, str):
             return prompt
-        if record.get("tools"):
-            raise ValueError(f"{where} must have no tools, which are not rendered: render the chat, and give its text")
         messages = record.get("messages")
         if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
             return messages

@@ -10,9 +10,8 @@ from .detokenize import TextStream
 from .metrics import Stats
 from .model import PREFILL_WIDTH
 
-PREFILL_TOKENS = (
-    2048  # read per step, padding included where there is some: running rows wait for no more than about this
-)
+# Read per step, padding included where there is some: running rows wait for no more than about this.
+PREFILL_TOKENS = 2048
 
 
 @dataclass

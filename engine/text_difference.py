@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,15 @@ class Difference:
 
 
 class Comparer:
-    """Compares texts; remembers a gap, since several methods often part from plain at one token."""
+    """Compares texts; remembers a gap, since several methods often part from plain at one token.
 
-    def __init__(self, target: PreTrainedModel) -> None:
-        self._target = target
+    Args:
+        target: decoded them.
+        repetition_penalty: with this penalty; 1: off.
+    """
+
+    def __init__(self, target: PreTrainedModel, repetition_penalty: float = 1.0) -> None:
+        self._target, self._penalty = target, repetition_penalty
         self._gaps: dict[tuple[int, ...], float] = {}
 
     def difference(self, prompt: list[int], tokens: list[int], plain: list[int]) -> Difference | None:
@@ -37,7 +42,8 @@ class Comparer:
         if token is not None and plain_token is not None:
             key = (*prompt, *plain[:position], -1, token, plain_token)
             if key not in self._gaps:
-                self._gaps[key] = log_prob_gap(self._target, prompt + plain[:position], plain_token, token)
+                text = prompt + plain[:position]
+                self._gaps[key] = log_prob_gap(self._target, text, plain_token, token, self._penalty)
             gap = self._gaps[key] if math.isfinite(self._gaps[key]) else None
         return Difference(position, token, plain_token, gap)
 
@@ -49,9 +55,13 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def log_prob_gap(target: PreTrainedModel, text: list[int], token: int, other: int) -> float:
+def log_prob_gap(
+    target: PreTrainedModel, text: list[int], token: int, other: int, repetition_penalty: float = 1.0
+) -> float:
     """log p(token | text) - log p(other | text), in nats, from one plain call."""
     inputs: dict[str, Any] = {"input_ids": torch.tensor([text], device=target.device), "use_cache": False}
     with torch.no_grad():
-        logits = target(**inputs).logits[0, -1].double()
-    return float(logits[token] - logits[other])
+        logits = target(**inputs).logits[:, -1].double()
+    if repetition_penalty != 1:
+        logits = RepetitionPenaltyLogitsProcessor(repetition_penalty)(inputs["input_ids"], logits)
+    return float(logits[0, token] - logits[0, other])

@@ -74,9 +74,8 @@ def sample(
     p = Rows.of(adjusted(logits, logit_bias, token_mask), Temperatures.of(temperature), (top_k, top_p, min_p))
     tokens = _own_tokens(p, seed, position, 0 if origin is None else origin, stream)
     valid = finite(p.stats.lse)
-    logprobs = (
-        p.log_prob_of(tokens).where(valid, 0).clamp_(max=0) if return_logprobs else None
-    )  # by rounding, some would be above 0
+    # By rounding, some would be above 0.
+    logprobs = p.log_prob_of(tokens).where(valid, 0).clamp_(max=0) if return_logprobs else None
     return Draws(tokens.where(valid, -1), p.stats, logprobs)
 
 

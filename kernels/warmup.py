@@ -73,7 +73,7 @@ def warmup(
         raise ValueError(f"dtype must be floating (of 16, 32 or 64 bits), got {dtype}")
     try:
         example = torch.empty(0, dtype=dtype, device=device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(f"device must be one that torch can make tensors on, got {device!r}: {error}") from error
     if not use_triton(example):
         return

@@ -1,14 +1,18 @@
 """`check`: the engine's text against that of transformers, and with a drafter against plain decoding's."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import cli_fakes
 import pytest
+import torch
 from cli_fakes import json_lines
+from tiny_models import tiny
 
 from engine import check, cli
-from engine.text_difference import Difference
+from engine.text_difference import Difference, log_prob_gap
 
 checkpoint, one_thread = cli_fakes.checkpoint, cli_fakes.one_thread
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,6 +56,35 @@ def test_another_text_fails(
     assert "plain: the text of transformers for 0 of 1 prompts" in out
     assert "prompt 1 parts at token 3, between tokens" in out and "MORE THAN ROUNDING" in out
     assert out.endswith("FAILED\n")
+
+
+def test_what_a_checkpoint_asks_for(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its repetition penalty is applied by both; what the engine does not apply, the other side does not, too. No text is longer
+    than the engine's may be."""
+    folder = tmp_path / "asking"
+    shutil.copytree(checkpoint, folder)
+    asked = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "num_beams": 3}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    assert cli.main(["check", "-t", str(folder), "-n", "30", "--max-length", "40", "abab", "0123456789" * 2]) == 0
+    assert "plain: the text of transformers for 2 of 2 prompts" in capsys.readouterr().out
+
+
+def test_without_a_tokenizer(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("token*", "chat*", "special*"))
+    assert cli.main(["check", "-t", str(folder), "-n", "6"]) == 0
+    assert "speculative: the text of plain for 3 of 3 prompts" in capsys.readouterr().out
+
+
+def test_a_gap_is_that_of_penalised_logits() -> None:
+    model = tiny("llama")
+    text, token = [5, 6, 7], 6
+    (plain,), (penalised,) = ([log_prob_gap(model, text, token, 9, penalty)] for penalty in (1.0, 1.5))
+    with torch.no_grad():
+        logits = model(torch.tensor([text])).logits[0, -1].double()
+    changed = logits[token] / 1.5 if logits[token] > 0 else logits[token] * 1.5
+    assert plain == pytest.approx(float(logits[token] - logits[9]))
+    assert penalised == pytest.approx(float(changed - logits[9])) and penalised != pytest.approx(plain)
 
 
 @pytest.mark.parametrize(

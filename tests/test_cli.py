@@ -209,7 +209,7 @@ def test_bad_input_gives_one_line(
     files |= {"latin": tmp_path / "latin.txt", "deep": tmp_path / "deep.jsonl", "list": tmp_path / "list.json"}
     files["list"].write_text('[\n {"prompt": "one"},\n {"prompt": "two"}\n]\n')
     files["tools"] = tmp_path / "tools.jsonl"
-    files["tools"].write_text('{"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "clock"}]}\n')
+    files["tools"].write_text('{"prompt": "hi", "tools": [{"name": "clock"}]}\n')
     files["object"] = tmp_path / "object.json"
     files["object"].write_text('{\n "prompt": "one"\n}\n')
     files["latin"].write_bytes(b"caf\xe9\n")

@@ -5,6 +5,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -517,6 +518,27 @@ def test_of_captures_that_failed_only_those_without_an_end_are_kept(
     for _ in range(2):
         graphs.run("key", work)
     assert len(not_ended) == kept
+
+
+def test_an_interrupt_when_a_capture_has_just_ended_leaves_no_stream(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    capture = torch.cuda.graph
+
+    @contextmanager
+    def interrupted(graph: Any, **more: Any) -> Iterator[None]:
+        with capture(graph, **more):
+            yield
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "graph", interrupted)
+    graphs = Graphs.for_device(torch.device("cuda", 0))
+    graphs.run("key", lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        graphs.run("key", lambda: None)
+    assert len(current) == 1 and not not_ended
 
 
 def test_there_are_counters_for_every_capture(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -812,7 +812,12 @@ def test_the_card_says_chat_where_prompts_were_chats(target: Path, tmp_path: Pat
 
 @pytest.mark.usefixtures("no_plot")
 @pytest.mark.parametrize("freeze_head", [False, True])
-def test_a_head_to_start_from(freeze_head: bool, target: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_head_to_start_from(
+    freeze_head: bool, target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[Any] = []
+    frequent = making.frequent_tokens
+    monkeypatch.setattr(making, "frequent_tokens", lambda *given: (known.append(given[3]), frequent(*given))[1])
     changes: dict[str, Any] = {"freeze_head": freeze_head, "epochs": 1}
     if freeze_head:
         start = train_drafter(PROMPTS, tmp_path / "start", options(target, **changes))
@@ -822,7 +827,8 @@ def test_a_head_to_start_from(freeze_head: bool, target: Path, whole: Path, tmp_
     out = train_drafter(PROMPTS, tmp_path / "out", options(target, **slow, start_from=str(start)))
     found, expected = load_file(out / "model.safetensors"), load_file(start / "model.safetensors")
     assert found.keys() == expected.keys() and ("lm_head.weight" in found) != freeze_head
-    # New words cost nothing where the output matrix is the target's.
+    # New words cost nothing where the output matrix is the target's; where there is room, the head's own stay.
+    assert not freeze_head or torch.equal(known[-1], expected["d2t"] + torch.arange(len(expected["d2t"])))
     assert (found["d2t"].shape == expected["d2t"].shape) != freeze_head
     for name in found.keys() - {"d2t", "t2d"}:
         torch.testing.assert_close(found[name], expected[name], rtol=0.01, atol=1e-6, msg=name)  # bfloat16, tiny steps

@@ -23,7 +23,7 @@ from engine.text_difference import Comparer
 PLAINS = (
     OUR_PLAIN,
     "transformers plain",
-)  # what texts are compared with; under `coupled`, our plain decoding by that rule
+)  # what texts are compared with; for `coupled`, our plain decoding by that rule
 WARMUP_TOKENS = 16
 
 
@@ -128,7 +128,7 @@ class Match:
     def _warm_up(
         self, method: Method, prompts: list[list[int]], seeds: list[int], plain_texts: dict[str, list[list[int]]]
     ) -> None:
-        """Continue these prompts once, or do all that has to be done once. Our plain decoding, which comes first, leaves its texts."""
+        """Continue these prompts once, or do all that has to be done once. Each leaves its texts, plain decoding's first."""
         if isinstance(method, Ours):
             method.plain_texts = plain_texts.get(method.plain, [])
         if method.full_warmup:

@@ -61,9 +61,8 @@ class Ours(Method):
         self.synthetic = drafter is not None and drafter.startswith("synthetic:")
         self._settings: dict[str, Any] = {"exact": exact, **(load_options or {})}
         self._max_length, self._seed = max_length, seed
-        self.plain = (
-            OUR_PLAIN_COUPLED if verification == "coupled" else OUR_PLAIN
-        )  # plain decoding that draws as this does
+        # Plain decoding that draws as this does.
+        self.plain = OUR_PLAIN_COUPLED if verification == "coupled" else OUR_PLAIN
         self.name = self.plain if drafter is None else f"ours {drafter_label(drafter)} K={num_draft_tokens}"
         if drafter is not None:
             self.name += "" if verification == "rejection" else f" {verification}"

@@ -17,9 +17,8 @@ def write_report(folder: Path) -> str:
     """
     run, records = read_run(folder), read_records(folder)
     if isinstance(run["finished"], dict):  # a list in runs of earlier versions
-        run["complete"] &= len(records) == sum(
-            kept["records"] for kept in run["finished"].values()
-        )  # unless some are lost
+        count = sum(kept["records"] for kept in run["finished"].values())
+        run["complete"] &= len(records) == count  # unless some are lost
     relative_to = run["options"]["relative_to"]
     summaries = summarize(records, relative_to)
     drawn: list[str] = []

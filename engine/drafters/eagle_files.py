@@ -128,9 +128,13 @@ def _layer_config(files: HeadFiles, tensors: dict[str, Tensor]) -> Any:
     kind = "qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama"
     layer["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors
     layer["mlp_bias"] = "layers.0.mlp.gate_proj.bias" in tensors
-    rope = layer.get("rope_scaling")
-    if isinstance(rope, dict) and "mrope" in (rope.get("type"), rope.get("rope_type")):  # of text, the usual positions
-        layer["rope_scaling"] = {**rope, "type": "default", "rope_type": "default"}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = layer.get(key)
+        if isinstance(rope, dict) and "mrope" in (
+            rope.get("type"),
+            rope.get("rope_type"),
+        ):  # of text, the usual positions
+            layer[key] = {**rope, "type": "default", "rope_type": "default"}
     if any("midlayer." in name for name in files.tensors):
         layer["num_hidden_layers"] = 1  # some configs tell how many the target has, and of what types
         if isinstance(types := layer.get("layer_types"), list):
