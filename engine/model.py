@@ -45,8 +45,6 @@ def uses_ragged_kernel(model: PreTrainedModel) -> bool:
     """Whether our kernels write K/V and attend to it, in place of indexing and a mask: on a GPU, where they pay."""
     if model.device.type != "cuda" or model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    if torch.cuda.get_device_capability(model.device)[0] < 8:  # compiled for sm_75, it spills a thousand bytes a thread
-        return False
     name = model.config.get_text_config().model_type
     if name in OWN_MASK or (name in WINDOW_IN_MASK_ALONE and any(windows(model.config).values())):
         return False
@@ -111,7 +109,9 @@ class RaggedModel:
         self.context_length = context_length(self.config)
         granularity = EXACT_KV_GRANULARITY if exact else KV_GRANULARITY
         self.cache = RaggedCache(self.config.num_hidden_layers, num_slots, granularity)
-        self._attention = AttentionSwitch(model, self.cache, ragged=uses_ragged_kernel(model))
+        # Compiled for sm_75, the kernel spills a thousand bytes a thread.
+        too_old = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] < 8
+        self._attention = AttentionSwitch(model, self.cache, ragged=uses_ragged_kernel(model) and not too_old)
         self.cache.whole_buffers = self._attention.ragged
         if self.cache.whole_buffers:
             fuse_gpu_layers(model)
