@@ -12,7 +12,7 @@ import torch
 
 from engine import threads
 from engine.backend import reserve_counters
-from engine.graphs import CudaCapture
+from engine.cuda_capture import CudaCapture
 
 Call = Callable[[], Any]
 COLD = 4  # times the L2

@@ -23,7 +23,7 @@ from pretend_modes import Functions, Operations
 from pretend_tensors import DEVICE, Device, Log, OnCuda, bare
 from torch.utils._pytree import tree_flatten
 
-from engine import graphs
+from engine import cuda_capture, graphs
 from engine.drafters import ngram
 from engine.kernels import workspace
 
@@ -62,8 +62,8 @@ class Stream(SimpleNamespace):
 def forget() -> None:
     """What the engine keeps of a device for the life of a process: other tests must not find it."""
     graphs.clear_all()
-    graphs._capture_stream.cache_clear()
-    graphs._not_ended.clear()
+    cuda_capture.capture_stream.cache_clear()
+    cuda_capture._not_ended.clear()
     ngram._chances_on.cache_clear()
     workspace.stream_memory().clear()
     workspace._reserved.clear()

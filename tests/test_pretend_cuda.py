@@ -18,10 +18,10 @@ import engine
 from bench import attention_cases, end_to_end, targets, timing
 from bench.drafter_cases import ON_THE_HOST, drafters, tokenizer
 from bench.figures import Figures
+from engine.cuda_capture import _not_ended as not_ended
 from engine.draft_length import FixedLength
 from engine.gpu_layers import GpuLayerParts
 from engine.graphs import Graphs
-from engine.graphs import _not_ended as not_ended
 from engine.kernels import attention
 from engine.model import RaggedModel
 from engine.serving import Server
