@@ -14,6 +14,7 @@ counter  (index, position, origin, stream), 32 bits each
 This file is the torch twin (any device, no global generator) and imports no Triton; jit_random.py does the same in the kernels.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -34,7 +35,8 @@ _MASK = 0xFFFFFFFF
 ROUNDS = 10
 UNIFORM_MAX = 1.0 - 2.0**-24  # the largest float32 below 1
 
-# For `_words_in_numpy`. Numbers are arrays here because these cost less in each call. Each constant is a pair for the two halves
+AT_ONCE = 8192  # counters, of about 100 bytes each: they stay in a cache of a core
+# For `_words_at_once`. Numbers are arrays here because these cost less in each call. Each constant is a pair for the two halves
 # of a round, which change places from one round to the next: shifts of the seed and what is added to them for the key, and
 # multipliers.
 _MASK_64, _32 = np.array(_MASK, dtype=np.uint64), np.array(32, dtype=np.uint64)
@@ -88,9 +90,27 @@ def _words(seed: Tensor, counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _words_in_numpy(seed: NDArray[np.int64], counter: Sequence[Array]) -> NDArray[np.int64]:
-    """`_words` with few calls, most of which do not broadcast, and all in place. c2 and c0 are one array, c3 and c1 another; each
-    pair changes places from round to round."""
+    """`_words`, at once or, where there are many, in parts that stay in the cache."""
     shape = np.broadcast(seed, *counter).shape
+    size = math.prod(shape)
+    if size <= AT_ONCE:
+        return _words_at_once(seed, counter, shape)
+    axis = next(axis for axis in range(-len(shape), 0) if shape[axis] > 1)
+    step = max(1, shape[axis] * AT_ONCE // size)
+    result = np.empty((*shape, 4), dtype=np.int64)
+    rest = (slice(None),) * (-1 - axis)
+    for first in range(0, shape[axis], step):
+        part = (..., slice(first, first + step), *rest)
+        inputs = (
+            value[part] if np.ndim(value) >= -axis and value.shape[axis] > 1 else value for value in (seed, *counter)
+        )
+        result[(*part, slice(None))] = _words_in_numpy(next(inputs), tuple(inputs))
+    return result
+
+
+def _words_at_once(seed: NDArray[np.int64], counter: Sequence[Array], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """With few calls, most of which do not broadcast, and all in place. c2 and c0 are one array, c3 and c1 another; each
+    pair changes places from round to round."""
     inputs = np.empty((4, *(shape or (1,))), dtype=np.int64)
     inputs[1], inputs[3], inputs[0], inputs[2] = counter
     words = inputs.view(np.uint64)

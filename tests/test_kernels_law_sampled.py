@@ -20,7 +20,7 @@ from engine.kernels.records import DRAW_BLOCK
 VOCAB, WIDE = 16, 4 * DRAW_BLOCK
 # On a CPU, what fits its caches. On a GPU, filters take 56 KiB of scratch memory for each row, and several processes may test.
 BATCH = {
-    "cpu": {VOCAB: 50_000, WIDE: 50},
+    "cpu": {VOCAB: 10_000, WIDE: 50},
     "cuda": {VOCAB: 8_000, WIDE: 2_000},
 }
 METHODS = ("rejection", "block", "coupled")
