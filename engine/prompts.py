@@ -1,9 +1,10 @@
 """Prompts as users give them, to token ids."""
 
-from numbers import Integral
 from typing import Any
 
 from transformers import BatchEncoding
+
+from .config import is_int
 
 _COMPOSED = (str, list, tuple, dict, BatchEncoding)  # what is no token id, and was not meant as one
 
@@ -68,7 +69,7 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
     else:
         ids = list(prompt)
     for token in ids:
-        if not _is_int(token) or not 0 <= token < vocab_size:
+        if not is_int(token) or not 0 <= token < vocab_size:
             raise ValueError(f"{name} must hold token ids in [0, {vocab_size}), got {token!r}")
     if not ids:
         raise ValueError(f"{name} must hold at least one token, got none")
@@ -178,7 +179,3 @@ def _is_array(value: Any) -> bool:
 
 def _listed(values: Any) -> list[Any]:
     return values.tolist() if _is_array(values) else list(values)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -40,7 +40,7 @@ class RequestMaker:
         except ValueError as error:  # a rank that was given something else would wait for this one
             self._ranks.require_same(what, str(error))
             raise
-        told = [(request.prompt, replace(request.params, logits_processor=None)) for request in requests]
+        told = [(request.prompt, _without_processor(request.params)) for request in requests]
         self._ranks.require_same(what, told)  # what processors do, the tokens of every round tell
         for request, seed in zip(requests, self._ranks.agree_on([r.seed for r in requests]), strict=True):
             request.seed = seed
@@ -85,3 +85,7 @@ class RequestMaker:
         check_ints("stop_token_ids", params.stop_token_ids, 0, self._vocab_size - 1)
         strings = [text for text in params.stop if text not in special]
         return strings, frozenset([*params.stop_token_ids, *(special[text] for text in params.stop if text in special)])
+
+
+def _without_processor(params: SamplingParams) -> SamplingParams:
+    return params if params.logits_processor is None else replace(params, logits_processor=None)

@@ -100,7 +100,7 @@ def _words_in_numpy(seed: NDArray[np.int64], counter: Sequence[Array]) -> NDArra
     result = np.empty((*shape, 4), dtype=np.int64)
     rest = (slice(None),) * (-1 - axis)
     for first in range(0, shape[axis], step):
-        part = (..., slice(first, first + step), *rest)
+        part: Any = (..., slice(first, first + step), *rest)
         inputs = (
             value[part] if np.ndim(value) >= -axis and value.shape[axis] > 1 else value for value in (seed, *counter)
         )
