@@ -3,6 +3,7 @@
 Nothing here changes what a kernel computes.
 """
 
+import inspect
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,8 +11,12 @@ from typing import Any, NamedTuple
 def quicken() -> None:
     """Before the first kernel runs, where TRITON_INTERPRET is set."""
     patch_the_language_once()
+    call_builtins_directly()
     look_up_dtypes_once()
     derive_shapes_once()
+    make_handles_directly()
+    see_equal_types()
+    pass_equal_operands()
     check_overflow(False)
 
 
@@ -42,6 +47,29 @@ def patch_the_language_once() -> None:
     InterpretedFunction.__call__ = call
 
 
+def call_builtins_directly() -> None:
+    """Each went through three functions that pass on its arguments, two of which look for `_semantic` among them."""
+    from triton.runtime import interpreter
+
+    direct: dict[Any, Any] = {}  # the same function for each launch
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if member not in direct:
+            direct[member] = make(member)
+        scope.set_attr(obj, name, direct[member])
+
+    def make(member: Any) -> Any:
+        function, semantic = inspect.unwrap(member), interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    interpreter._patch_attr = patch
+
+
 def look_up_dtypes_once() -> None:
     """It asks for the NumPy dtype of every value, and makes the table of all for it each time."""
     from triton.runtime import interpreter
@@ -70,10 +98,12 @@ class _Shape(NamedTuple):
 def derive_shapes_once() -> None:
     """Of every value, and of its type, the shape was unwrapped, checked and wrapped anew: a third of the time.
 
-    What has the same shape shares it then, so that whether two values need broadcasting is seen at once.
+    What has the same shape shares it then, so that whether two values need broadcasting is seen at once. A scalar beside a block is
+    spread over its shape without a detour through the types of an IR.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
 
     core: Any = tl.core
     make_type, broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
@@ -101,13 +131,114 @@ def derive_shapes_once() -> None:
 
     def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         left, right = lhs.type, rhs.type
-        if left.is_block() and right.is_block() and left.shape is right.shape:
+        if left.is_block() != right.is_block():
+            return (lhs, spread(rhs, left)) if left.is_block() else (spread(lhs, right), rhs)
+        if not left.is_block() or left.shape is right.shape:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
+
+    def spread(scalar: Any, block: Any) -> Any:
+        data = scalar.handle.data.astype(interpreter._get_np_dtype(scalar.dtype), copy=False).repeat(block.numel)
+        shape = block.shape.values
+        handle = interpreter.TensorHandle(data if len(shape) == 1 else data.reshape(shape), scalar.dtype)
+        return core.tensor(handle, block.with_element_ty(scalar.dtype))
 
     core.block_type.__init__ = block_type
     core.tensor.__init__ = tensor
     TritonSemantic.broadcast_impl_value = broadcast_unlike
+
+
+def make_handles_directly() -> None:
+    """A handle was made by a dataclass, which then asked for the class and the width of its dtype: by name, here."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    most: dict[str, int] = {}  # bytes of an element
+
+    def fits(data: Any, dtype: Any) -> bool:
+        if dtype.name not in most:
+            pointer = isinstance(dtype, core.pointer_type)
+            most[dtype.name] = 8 if pointer else max(8, dtype.primitive_bitwidth) // 8
+        return data.itemsize <= most[dtype.name]
+
+    def handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if not fits(data, dtype):
+            self.__post_init__()  # which says so
+
+    interpreter._validate_np_data_size = fits
+    interpreter.TensorHandle.__init__ = handle
+
+
+def see_equal_types() -> None:
+    """Types that are the same object are equal, which was found out by their names; and a type with other elements is made once."""
+    from triton.language import core
+
+    def quick(equal: Any) -> Any:
+        return lambda self, other: self is other or equal(self, other)
+
+    for kind in (core.dtype, core.pointer_type, core.block_type):
+        kind.__eq__ = quick(kind.__eq__)
+
+    known: dict[tuple[int, str], Any] = {}
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        if scalar_ty.name not in PLAIN:
+            return core.block_type(scalar_ty, self.shape)
+        key = id(self.shape), scalar_ty.name  # `derive_shapes_once` keeps one for each shape
+        if key not in known:
+            known[key] = core.block_type(scalar_ty, self.shape)
+        return known[key]
+
+    core.block_type.with_element_ty = with_element_ty
+
+
+PLAIN = frozenset(
+    ["int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp16", "bf16", "fp32", "fp64"]
+)  # names of dtypes
+NUMBERS = (int, float, bool)
+MOST_CONSTANTS = 10_000
+
+
+def pass_equal_operands() -> None:
+    """Operands of one dtype need no conversion, and a number beside a value becomes the same constant each time."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    convert, tensor = TritonSemantic.binary_op_type_checking_impl, core.tensor
+    unwrap, values = core._unwrap_if_constexpr, {tensor, *NUMBERS}
+    constants: dict[Any, Any] = {}  # None: the value beside the number is converted too
+
+    def operands(self: Any, lhs: Any, rhs: Any, *more: bool, **named: bool) -> tuple[Any, Any]:
+        """more: whether lhs and rhs may be pointers, whether operands are converted at all, and whether to divide."""
+        if named:
+            return convert(self, lhs, rhs, *more, **named)
+        left, right = type(lhs), type(rhs)
+        if left is tensor and lhs.dtype.name in PLAIN:
+            if right is tensor and rhs.dtype.name == lhs.dtype.name and len(more) < 3:
+                return self.broadcast_impl_value(lhs, rhs)
+            if right in NUMBERS:
+                constant = beside(self, lhs, rhs, more)
+                return convert(self, lhs, rhs, *more) if constant is None else (lhs, constant)
+        elif left in NUMBERS and right is tensor and rhs.dtype.name in PLAIN:
+            constant = beside(self, rhs, lhs, more)
+            if constant is not None:
+                return constant, rhs
+        return convert(self, lhs, rhs, *more)
+
+    def beside(self: Any, value: Any, number: Any, more: tuple[bool, ...]) -> Any:
+        shape = id(value.type.shape) if value.type.is_block() else None
+        key = type(number), number, value.dtype.name, shape, more
+        if key not in constants:
+            if len(constants) == MOST_CONSTANTS:
+                constants.clear()
+            same, constant = convert(self, value, number, *more)
+            constant.handle.data.setflags(write=False)
+            constants[key] = constant if same is value else None
+        return constants[key]
+
+    TritonSemantic.binary_op_type_checking_impl = operands
+    core._unwrap_if_constexpr = lambda value: value if type(value) in values else unwrap(value)
 
 
 def check_overflow(on: bool) -> None:
