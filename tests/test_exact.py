@@ -33,7 +33,8 @@ QUESTIONS = [
     "List the days of the week, then list the days of the week backwards.",
 ]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
-NEW = 48
+Size = tuple[int, int]  # questions and new tokens of each
+SHORT, LONG = (5, 32), (len(QUESTIONS), 48)
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
@@ -45,10 +46,11 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     return draft
 
 
-def texts(batch: int, **options: Any) -> list[list[int]]:
+def texts(batch: int, size: Size, **options: Any) -> list[list[int]]:
+    questions, new = size
     plain = smollm2.loaded()
     llm = engine.load(plain.target_model, tokenizer=plain.tokenizer, exact=True, max_batch_size=batch, **options)
-    return [output.token_ids for output in llm.generate(CHATS, engine.SamplingParams(max_new_tokens=NEW))]
+    return [output.token_ids for output in llm.generate(CHATS[:questions], engine.SamplingParams(max_new_tokens=new))]
 
 
 @pytest.fixture(scope="module")
@@ -61,24 +63,24 @@ def two_threads() -> Any:
 
 
 @cache
-def plain_texts(batch: int) -> list[list[int]]:
+def plain_texts(batch: int, size: Size) -> list[list[int]]:
     """When they are first asked for: another worker may need those of the other batch size alone."""
-    return texts(batch, drafter=None)
+    return texts(batch, size, drafter=None)
 
 
-# (batch, K, drafter): each value of each by default, the whole product under -m slow.
+# (batch, K, drafter): each value of each by default, in shorter texts; the whole product under -m slow.
 SAMPLE = [(1, 5, "ngram"), (4, 1, "model"), (4, 3, DEFAULT_DRAFTER)]
 DRAFTERS = ("ngram", "model", "suffix", "layer_skip:20", DEFAULT_DRAFTER.removeprefix("ngram+"), DEFAULT_DRAFTER)
 WHOLE = [(batch, k, drafter) for batch in (1, 4) for k in (1, 3, 5) for drafter in DRAFTERS]
 
 
 @pytest.mark.parametrize(
-    ("batch", "num_draft_tokens", "drafter"),
-    [case if case in SAMPLE else pytest.param(*case, marks=pytest.mark.slow) for case in WHOLE],
+    ("batch", "num_draft_tokens", "drafter", "size"),
+    [*((*case, SHORT) for case in SAMPLE), *(pytest.param(*case, LONG, marks=pytest.mark.slow) for case in WHOLE)],
 )
-def test_smollm2_in_bf16(two_threads: None, batch: int, num_draft_tokens: int, drafter: str) -> None:
+def test_smollm2_in_bf16(two_threads: None, batch: int, num_draft_tokens: int, drafter: str, size: Size) -> None:
     draft = first_layers(smollm2.loaded().target_model, 6) if drafter == "model" else drafter
-    assert texts(batch, drafter=draft, num_draft_tokens=num_draft_tokens) == plain_texts(batch)
+    assert texts(batch, size, drafter=draft, num_draft_tokens=num_draft_tokens) == plain_texts(batch, size)
 
 
 def random_head(target: PreTrainedModel, kind: str) -> engine.Drafter:
@@ -127,14 +129,17 @@ def test_other_drafters_for_smollm2_in_bf16(two_threads: None, batch: int, num_d
         exact=True,
         max_batch_size=batch,
     )
-    outputs = llm.generate(CHATS[:batch], engine.SamplingParams(max_new_tokens=NEW // 4))
-    assert [output.token_ids for output in outputs] == [ids[: NEW // 4] for ids in plain_texts(batch)[:batch]]
+    outputs = llm.generate(CHATS[:batch], engine.SamplingParams(max_new_tokens=12))
+    assert [output.token_ids for output in outputs] == [ids[:12] for ids in plain_texts(batch, SHORT)[:batch]]
     assert llm.stats.draft_tokens > 0
 
 
-@pytest.mark.parametrize("drafter", ["ngram", pytest.param(DEFAULT_DRAFTER, marks=pytest.mark.slow)])
-def test_a_number_of_drafts_that_changes_in_bf16(two_threads: None, drafter: str) -> None:
-    assert texts(4, drafter=drafter, num_draft_tokens="auto") == plain_texts(4)
+@pytest.mark.parametrize(
+    ("drafter", "size"),
+    [("ngram", SHORT), *(pytest.param(d, LONG, marks=pytest.mark.slow) for d in ("ngram", DEFAULT_DRAFTER))],
+)
+def test_a_number_of_drafts_that_changes_in_bf16(two_threads: None, drafter: str, size: Size) -> None:
+    assert texts(4, size, drafter=drafter, num_draft_tokens="auto") == plain_texts(4, size)
 
 
 def test_coupled_samples_in_bf16() -> None:
