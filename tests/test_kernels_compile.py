@@ -23,8 +23,14 @@ MOST_SPILLED = {"3.9": 48}.get(triton.__version__.rpartition(".")[0], 0)
 KERNELS = {"row_stats_kernel", "sample_kernel", "verify_kernel", "residual_kernel"}
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of compiled kernels, empty at first: a third of what a warm-up compiles is in the sample of the variants."""
+    return tmp_path_factory.mktemp("cache")
+
+
 def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The records that compile_kernels.py prints, from an empty compilation cache."""
+    """The records that compile_kernels.py prints, which tells kernels apart whether they are in the cache or not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache), "ENGINE_KERNELS": "triton"}
     script = str(ROOT / "tests" / "compile_kernels.py")
@@ -51,11 +57,11 @@ def assert_good(records: list[dict[str, Any]]) -> None:
     assert [r for r in records if "even rows" in r["variant"] and r["widest_load"] != 16] == []
 
 
-def test_a_sample_of_every_kernel_dtype_and_target(tmp_path: Path) -> None:
+def test_a_sample_of_every_kernel_dtype_and_target(cache: Path) -> None:
     """Everything in bf16 for one target; for the other targets and dtypes some of what has no filters and is not packed."""
-    records = compiled(tmp_path, "cuda:90", "--dtype", "bfloat16")
-    records += compiled(tmp_path, "cuda:90", "--dtype", "float32", "float16", "--brief")
-    records += compiled(tmp_path, "cuda:80", "cuda:100", "hip:gfx942", "--dtype", "bfloat16", "--brief")
+    records = compiled(cache, "cuda:90", "--dtype", "bfloat16")
+    records += compiled(cache, "cuda:90", "--dtype", "float32", "float16", "--brief")
+    records += compiled(cache, "cuda:80", "cuda:100", "hip:gfx942", "--dtype", "bfloat16", "--brief")
     assert_good(records)
     # Warps have whole blocks (see jit_rows.py): what is found in a block goes through no memory, only noise and lists do.
     assert [r for r in records if r["shared"] > 8192] == []
@@ -68,12 +74,12 @@ def test_a_sample_of_every_kernel_dtype_and_target(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_variant(tmp_path: Path, target: str) -> None:
-    assert_good(compiled(tmp_path, target, "--whole"))
+def test_every_variant(cache: Path, target: str) -> None:
+    assert_good(compiled(cache, target, "--whole"))
 
 
-def test_nothing_compiles_after_a_warm_up(tmp_path: Path) -> None:
+def test_nothing_compiles_after_a_warm_up(cache: Path) -> None:
     """Whatever batch, number of drafts and slot are served after it."""
-    warmed_up, *later = compiled(tmp_path, "cuda:90", "--serving")
+    warmed_up, *later = compiled(cache, "cuda:90", "--serving")
     show(later)
     assert warmed_up["warmed_up"] > 25 and later == []
