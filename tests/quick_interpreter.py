@@ -17,6 +17,7 @@ def quicken() -> None:
     make_handles_directly()
     see_equal_types()
     pass_equal_operands()
+    shift_bfloat16()
     check_overflow(False)
 
 
@@ -180,12 +181,11 @@ def see_equal_types() -> None:
     for kind in (core.dtype, core.pointer_type, core.block_type):
         kind.__eq__ = quick(kind.__eq__)
 
-    known: dict[tuple[int, str], Any] = {}
+    known: dict[tuple[int, str, int], Any] = {}
 
     def with_element_ty(self: Any, scalar_ty: Any) -> Any:
-        if scalar_ty.name not in PLAIN:
-            return core.block_type(scalar_ty, self.shape)
-        key = id(self.shape), scalar_ty.name  # `derive_shapes_once` keeps one for each shape
+        # `derive_shapes_once` keeps one for each shape; a pointer's name does not tell its address space.
+        key = id(self.shape), scalar_ty.name, getattr(scalar_ty, "address_space", 0)
         if key not in known:
             known[key] = core.block_type(scalar_ty, self.shape)
         return known[key]
@@ -196,18 +196,21 @@ def see_equal_types() -> None:
 PLAIN = frozenset(
     ["int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp16", "bf16", "fp32", "fp64"]
 )  # names of dtypes
+OFFSETS = frozenset(["int32", "int64"])
 NUMBERS = (int, float, bool)
 MOST_CONSTANTS = 10_000
 
 
 def pass_equal_operands() -> None:
-    """Operands of one dtype need no conversion, and a number beside a value becomes the same constant each time."""
+    """Operands of one dtype need no conversion, those of two become one that is known from the first such pair, and a number beside
+    a value becomes the same constant each time."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 
     convert, tensor = TritonSemantic.binary_op_type_checking_impl, core.tensor
     unwrap, values = core._unwrap_if_constexpr, {tensor, *NUMBERS}
     constants: dict[Any, Any] = {}  # None: the value beside the number is converted too
+    common: dict[Any, Any] = {}  # dtypes that two become
 
     def operands(self: Any, lhs: Any, rhs: Any, *more: bool, **named: bool) -> tuple[Any, Any]:
         """more: whether lhs and rhs may be pointers, whether operands are converted at all, and whether to divide."""
@@ -217,14 +220,28 @@ def pass_equal_operands() -> None:
         if left is tensor and lhs.dtype.name in PLAIN:
             if right is tensor and rhs.dtype.name == lhs.dtype.name and len(more) < 3:
                 return self.broadcast_impl_value(lhs, rhs)
+            if right is tensor and rhs.dtype.name in PLAIN:
+                return made_alike(self, lhs, rhs, more)
             if right in NUMBERS:
                 constant = beside(self, lhs, rhs, more)
                 return convert(self, lhs, rhs, *more) if constant is None else (lhs, constant)
+        elif left is right is tensor and more[:1] == (True,) and lhs.dtype.is_ptr() and rhs.dtype.name in OFFSETS:
+            return self.broadcast_impl_value(lhs, rhs)
         elif left in NUMBERS and right is tensor and rhs.dtype.name in PLAIN:
             constant = beside(self, rhs, lhs, more)
             if constant is not None:
                 return constant, rhs
         return convert(self, lhs, rhs, *more)
+
+    def made_alike(self: Any, lhs: Any, rhs: Any, more: tuple[bool, ...]) -> tuple[Any, Any]:
+        key = lhs.dtype.name, rhs.dtype.name, more
+        if more[2:3] == (False,):  # not to be converted
+            return convert(self, lhs, rhs, *more)
+        if key not in common:
+            alike = convert(self, lhs, rhs, *more)
+            common[key] = alike[0].dtype
+            return alike
+        return self.broadcast_impl_value(self.cast(lhs, common[key]), self.cast(rhs, common[key]))
 
     def beside(self: Any, value: Any, number: Any, more: tuple[bool, ...]) -> Any:
         shape = id(value.type.shape) if value.type.is_block() else None
@@ -239,6 +256,29 @@ def pass_equal_operands() -> None:
 
     TritonSemantic.binary_op_type_checking_impl = operands
     core._unwrap_if_constexpr = lambda value: value if type(value) in values else unwrap(value)
+
+
+def shift_bfloat16() -> None:
+    """It is the upper half of a float32. Subnormal numbers are left to the interpreter, which takes every number apart."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+    lowest = {
+        "bf16": (np.uint16, 0x7FFF, 0x80),
+        "fp32": (np.uint32, 0x7FFF_FFFF, 0x80_0000),
+    }  # bits, all but the sign, 2**-126
+
+    def convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
+        if rounding_mode is None and {input_dtype.name, output_dtype.name} == lowest.keys():
+            kind, unsigned, normal = lowest[input_dtype.name]
+            bits = np.ascontiguousarray(input).view(kind)
+            magnitude = bits & kind(unsigned)
+            if not ((magnitude > 0) & (magnitude < normal)).any():
+                return bits.astype(np.uint32) << 16 if kind is np.uint16 else (bits >> 16).astype(np.uint16)
+        return convert(input, input_dtype, output_dtype, rounding_mode)
+
+    interpreter._convert_float = convert_float
 
 
 def check_overflow(on: bool) -> None:
