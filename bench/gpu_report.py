@@ -2,7 +2,7 @@
 
 On a GPU every step has a process of its own and a time limit: one that crashes or hangs is noted, and the next one begins. The
 same command goes on with a report that is there: steps that are done are not run again, those that failed or were cut off come
-last, and of their parts those that have figures are kept.
+last, and of their parts those that have figures are kept. The exit status is 1 while a step that was asked for is not done.
 
 Needs torch, triton, transformers and pytest, and a checkout. Without a GPU it runs in a reduced form, in one process, and says so.
 """
@@ -134,7 +134,7 @@ def differences(before: Report, now: Report) -> list[str]:
     return [f"{name}: {there.get(name)} there, {here.get(name)} here" for name in names]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = Report.load(folder)
         (step,) = (step for step in plan(report.device, report.quick) if step.title == options.step)
         execute(step, report)
-        return
+        return 0  # what became of it is in the report
     steps = plan(device, options.quick)
     titles = [step.title for step in steps]
     if unknown := [title for title in options.only or () if title not in titles]:
@@ -164,8 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     chosen = [step for step in steps if options.only is None or step.title in options.only]
-    run(report, chosen, seconds=options.seconds, apart=device == "cuda")
+    report = run(report, chosen, seconds=options.seconds, apart=device == "cuda")
+    return 0 if all(report.is_done(step.title) for step in chosen) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

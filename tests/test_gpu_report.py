@@ -184,7 +184,7 @@ def tiny_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_report_on_cpu(tiny_report: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "folder"
-    gpu_report.main(["--out", str(folder), "--quick"])
+    assert gpu_report.main(["--out", str(folder), "--quick"]) == 0
     found = json.loads((folder / "report.json").read_text())
     assert sorted(path.name for path in folder.iterdir()) == ["report.json", "report.md"]
     assert found["complete"] and found["environment"]["device"] == "cpu"
@@ -224,7 +224,7 @@ def test_tracebacks_are_in_the_json_alone(tiny_report: None, tmp_path: Path, mon
         "CASES",
         {"case": lambda device, figures: figures.measure({"part": fail, "other": lambda: {"us": 1.5}})},
     )
-    gpu_report.main(["--out", str(tmp_path), "--only", "case"])
+    assert gpu_report.main(["--out", str(tmp_path), "--only", "case"]) == 1
     found, text = (tmp_path / "report.json").read_text(), (tmp_path / "report.md").read_text()
     assert "in fail" in json.loads(found)["end_to_end"]["case"]["part"]["traceback"] and "Traceback" not in text
     assert "  - **part**: error: RuntimeError: out of luck\n  - **other**: us: 1.5" in text
@@ -232,7 +232,7 @@ def test_tracebacks_are_in_the_json_alone(tiny_report: None, tmp_path: Path, mon
 
 
 def test_only_some_steps(tiny_report: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_report.main(["--out", str(tmp_path), "--quick", "--only", "case"])
+    assert gpu_report.main(["--out", str(tmp_path), "--quick", "--only", "case"]) == 0
     found = json.loads((tmp_path / "report.json").read_text())
     assert list(found["steps"]) == ["case"] and not found["complete"] and len(found["plan"]) == 5
     assert "| against transformers, B=1 K=4 V=500 bf16 | not run |" in (tmp_path / "report.md").read_text()
