@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from .checkpoints import locate
+from .checkpoints import locate, read_config
 from .config import SamplingParams
 from .demo_prompts import PROMPTS
 from .engine import Engine
@@ -95,7 +95,8 @@ def run(options: CheckOptions) -> int:
     gc.collect()  # room for the same weights once more
     with working("decoding with transformers", note=True):
         location: Any = locate(options.target, "target", ours.dtype)
-        stock: Any = whole_model(location, dtype=ours.dtype).to(ours.device).eval()  # type: ignore[arg-type]
+        config = read_config(location, "target")
+        stock: Any = whole_model(location, config, dtype=ours.dtype).to(ours.device).eval()  # type: ignore[arg-type]
         stock.generation_config = ours.ends  # of the checkpoint's own, generate would take what is not set here
         theirs = [_by_transformers(stock, prompt, ours.limits[i]) for i, prompt in enumerate(ours.prompts)]
         comparer = Comparer(stock, ours.ends.repetition_penalty)

@@ -69,7 +69,7 @@ def read_checkpoint(
 
             options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
     try:
-        model = whole_model(location, dtype=dtype, **options)
+        model = whole_model(location, config, dtype=dtype, **options)
     except (OSError, MemoryError):
         raise
     except ImportError as error:

@@ -42,7 +42,8 @@ def load(
     warning names it.
 
     Args:
-        target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on).
+        target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on). Of a model that takes
+            images, too, the text side is served.
         drafter: what proposes tokens:
 
             - None: nothing does, which is plain decoding;

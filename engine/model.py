@@ -125,7 +125,7 @@ class RaggedModel:
                 f"got {self.config.model_type!r} on {self.device.type!r} with {model.config._attn_implementation!r}"
             )
         self.compiled = CompiledForward(model, one_shape=exact) if compile else None
-        if self.config.model_type not in TESTED:
+        if not {self.config.model_type, model.config.model_type} <= TESTED:  # the latter has a part for images, too
             self._probe(role)
 
     def keep_hidden_states(self, layers: Sequence[int]) -> HiddenStates:
@@ -291,12 +291,12 @@ class RaggedModel:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{role} of type {self.config.model_type!r} cannot be called over a ragged cache: {error}"
+                f"{role} of type {self.model.config.model_type!r} cannot be called over a ragged cache: {error}"
             ) from error
         difference, scale = (ragged - plain).abs().max(), plain.std()
         if not difference <= 0.1 * scale:  # NaN is not
             raise UnsupportedModelError(
-                f"{role} of type {self.config.model_type!r} gives other logits over a ragged cache than in a plain call "
+                f"{role} of type {self.model.config.model_type!r} gives other logits over a ragged cache than in a plain call "
                 f"(difference {difference:.2g} at a standard deviation of {scale:.2g})"
             )
 

@@ -1,18 +1,29 @@
-"""A causal language model from a checkpoint by transformers, whole or not at all."""
+"""A language model from a checkpoint by transformers, whole or not at all."""
 
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-def whole_model(location: str | Path, **options: Any) -> PreTrainedModel:
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of transformers that loads such a model: another one for many that take images, too."""
+    is_causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+
+
+def whole_model(location: str | Path, config: PretrainedConfig | None = None, **options: Any) -> PreTrainedModel:
     """As `from_pretrained`, which draws what is missing at random, loads it.
+
+    Args:
+        config: the checkpoint's; None: it is a GGUF file.
 
     Raises:
         ValueError: naming tensors that are missing or of another shape than the config says.
     """
-    found: Any = AutoModelForCausalLM.from_pretrained(
+    loader = AutoModelForCausalLM if config is None else auto_class(config)
+    found: Any = loader.from_pretrained(
         location, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True, **options
     )
     model: PreTrainedModel = found[0]

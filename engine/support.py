@@ -7,7 +7,11 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from .errors import UnsupportedModelError
 
@@ -48,9 +52,11 @@ def check_config(config: PretrainedConfig, role: str) -> None:
         UnsupportedModelError: naming the model type and the reason.
     """
     name, text = config.model_type, config.get_text_config()
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or text.is_encoder_decoder:
         raise UnsupportedModelError(f"{role} must be a decoder-only language model, got {name!r}, an encoder-decoder")
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _is_encoder(name, text):
+    # Of those that take images, too, the text side is served.
+    is_known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if not is_known or _is_encoder(name, text):
         raise UnsupportedModelError(f"{role} must be a causal language model, got {name!r}, which is not one")
     if getattr(text, "alibi", False) or name in ("bloom", "mpt"):
         raise UnsupportedModelError(

@@ -10,12 +10,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 import engine
 from bench.throughput.options import Options
 from engine.default_model import find_model
 from engine.generation_config import eos_token_ids
+from engine.pretrained import auto_class
 from engine.terminal import loading
 
 TARGET = ""  # the key of the target among the models; draft models go by the locations that the user gave
@@ -73,7 +74,8 @@ class Bed:
         Its generation ends as ours does, and does nothing else that a checkpoint may ask for.
         """
         if name not in self._stock:
-            model: Any = AutoModelForCausalLM.from_pretrained(self.source(name), dtype=self.ours[name][0].dtype)
+            ours = self.ours[name][0]
+            model: Any = auto_class(ours.config).from_pretrained(self.source(name), dtype=ours.dtype)
             self._stock[name] = model.to(self.device).eval()
         model = self._stock[name]
         weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
