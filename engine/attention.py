@@ -212,7 +212,8 @@ class AttentionSwitch:
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache, ragged: bool) -> None:
         replaced = ("sdpa", "eager") if ragged else ("sdpa",)
-        configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
+        modules = model.get_decoder().modules()  # an encoder of images attends by itself
+        configs = {id(config): config for config in (getattr(m, "config", None) for m in modules) if config}
         self._own = [(config, own) for config in configs.values() if (own := _implementation(config)) in replaced]
         if not getattr(model, "_supports_attention_backend", False):
             self._own = []

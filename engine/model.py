@@ -58,7 +58,12 @@ def needs_no_padding(model: PreTrainedModel) -> bool:
     That pays on a CPU, where arithmetic takes the time, and takes an architecture in which nothing but attention looks across
     tokens. A GPU hardly feels the padding, and captures calls of few shapes.
     """
-    return model.device.type == "cpu" and model.config.get_text_config().model_type in TESTED
+    return model.device.type == "cpu" and _is_tested(model)
+
+
+def _is_tested(model: PreTrainedModel) -> bool:
+    """Not if a tested architecture is the text side of another one, whose forward comes first."""
+    return {model.config.model_type, model.config.get_text_config().model_type} <= TESTED
 
 
 class RaggedModel:
@@ -122,10 +127,10 @@ class RaggedModel:
         if compile and not unpadded:
             raise UnsupportedModelError(
                 f"compile=True needs a CPU and one of the tested architectures with attention 'sdpa', looked up by transformers; "
-                f"got {self.config.model_type!r} on {self.device.type!r} with {model.config._attn_implementation!r}"
+                f"got {model.config.model_type!r} on {self.device.type!r} with {self.config._attn_implementation!r}"
             )
         self.compiled = CompiledForward(model, one_shape=exact) if compile else None
-        if not {self.config.model_type, model.config.model_type} <= TESTED:  # the latter has a part for images, too
+        if not _is_tested(model):
             self._probe(role)
 
     def keep_hidden_states(self, layers: Sequence[int]) -> HiddenStates:
@@ -338,7 +343,7 @@ def last_valid(values: Tensor, num_valid: Tensor) -> Tensor:
 def attention_masks(model: PreTrainedModel, masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
     """What a model takes for these masks by layer type, True where a key is visible; the types are those of `windows`."""
     found = dict(masks)
-    if model.config._attn_implementation == "eager":  # adds the mask instead of selecting by it
+    if model.config.get_text_config()._attn_implementation == "eager":  # adds the mask instead of selecting by it
         least = torch.finfo(model.dtype).min
         found = {k: torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least) for k, mask in masks.items()}
     return found if len(found) > 1 or "sliding_attention" in found else found["all"]

@@ -105,9 +105,9 @@ def check_supported(model: PreTrainedModel, role: str) -> None:
         raise UnsupportedModelError(f"{role} of type {name!r} has recurrent state, which cannot be rolled back")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise UnsupportedModelError(f"{role} of type {name!r} takes no position_ids, which a ragged batch needs")
-    if config._attn_implementation not in ("sdpa", "eager"):
+    if text._attn_implementation not in ("sdpa", "eager"):
         raise UnsupportedModelError(
-            f"{role} must use the attention implementation 'sdpa' or 'eager', got {config._attn_implementation!r}: call "
+            f"{role} must use the attention implementation 'sdpa' or 'eager', got {text._attn_implementation!r}: call "
             f"model.set_attn_implementation('sdpa') first"
         )
     if (part := compiled_part(model)) is not None:

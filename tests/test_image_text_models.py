@@ -113,6 +113,15 @@ def test_on_a_simulated_gpu(name: str) -> None:
         assert llm._target.cache.whole_buffers and len(llm._target.graphs) > 0 and device.launches > 0
 
 
+@pytest.mark.parametrize(("images", "text"), [("eager", "sdpa"), ("sdpa", "eager")])
+def test_the_attention_that_counts_is_that_of_the_text_side(images: str, text: str) -> None:
+    model = model_of("llava")
+    model.set_attn_implementation({"": images, "vision_config": images, "text_config": text})
+    assert model.config._attn_implementation == images
+    assert model.config.get_text_config()._attn_implementation == text
+    assert texts(model, drafter="ngram") == transformers_texts(model)
+
+
 def test_they_are_probed_though_their_text_side_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llava")
     assert model.config.get_text_config().model_type == "llama"
