@@ -245,7 +245,7 @@ def pass_equal_operands() -> None:
 
     def beside(self: Any, value: Any, number: Any, more: tuple[bool, ...]) -> Any:
         shape = id(value.type.shape) if value.type.is_block() else None
-        key = type(number), number, value.dtype.name, shape, more
+        key = type(number), repr(number), value.dtype.name, shape, more  # 0.0 is equal to -0.0, and NaN not to itself
         if key not in constants:
             if len(constants) == MOST_CONSTANTS:
                 constants.clear()
