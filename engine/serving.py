@@ -15,6 +15,7 @@ from .config import EngineConfig, SamplingParams
 from .draft_length import DraftLength
 from .drafters.base import stages_of
 from .graphs import on_device
+from .huge_pages import huge_pages_for
 from .metrics import RoundClock, Stats
 from .model import PREFILL_WIDTH, RaggedModel
 from .parallel import Ranks
@@ -57,6 +58,7 @@ class Server:
         self._results = Results(round_, state, eos_token_ids, stats, ranks)
         self._prompt_clock, self._copies = RoundClock(self._device), HostCopies()
         self._prompts_read: list[PromptsRead] = []  # since the last round began
+        self._huge_pages = huge_pages_for(round_.target.model)
         self._since = 0.0  # perf_counter() when the step under way began
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
@@ -79,6 +81,8 @@ class Server:
                     if self._late:
                         launched, waiting = waiting, launched
                     ended = self._read(launched, scheduler) if launched else []
+                if self._huge_pages is not None:
+                    self._huge_pages.after_round()
                 self._stats.total_seconds = self._seconds()
                 yield from ended
         finally:
