@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from test_drafters_vocabulary import sentencepiece_like
-from tiny_tokenizer import EOS, byte_tokenizer
+from tiny_tokenizer import EOS, byte_tokenizer, sentencepiece_like
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 

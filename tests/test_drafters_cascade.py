@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from drafter_cases import Fixed, Knowing, Stateless, bare_state
+from replayed_graphs import with_graphs
 from sampled_laws import flat_target, p_value
-from test_graphs import with_graphs
 from tiny_models import greedy, perturbed, random_prompts, tiny
 from transformers import (
     PreTrainedModel,

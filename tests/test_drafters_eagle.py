@@ -15,9 +15,9 @@ import torch
 from drafter_cases import Sometimes
 from eagle_checkpoints import DRAFT_IDS, REDUCED, Head, check_drafts, drafter_of, good_eagle1, good_eagle3
 from head_checkpoints import LAW_VOCAB, check_law, lying, random_tensors
+from replayed_graphs import CountedGraphs, Replay, with_graphs
 from safetensors.torch import load_file
 from sampled_laws import flat_target
-from test_graphs import CountedGraphs, Replay, with_graphs
 from tiny_models import CONTEXT, VOCAB, greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 

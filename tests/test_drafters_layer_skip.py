@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import sampled_laws
 import torch
+from replayed_graphs import with_graphs
 from sampled_laws import RULES, SETTINGS, p_value
-from test_graphs import with_graphs
 from tiny_models import CONFIGS, CONTEXT, EAGER_ONLY, GROUPED_EXPERTS, WINDOW, greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 

@@ -11,8 +11,8 @@ import torch
 from sampled_laws import SETTINGS, SOME, every_rule, flat_target, p_value
 from sampled_laws import VOCAB as LAW_VOCAB
 from tiny_models import greedy, perturbed, random_prompts, tiny
-from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
-from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from tiny_tokenizer import EOS, VOCAB, byte_tokenizer, sentencepiece_like
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
@@ -30,23 +30,7 @@ from engine.drafters.vocabulary import (
 )
 from engine.model import RaggedModel
 
-MERGES = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e"), ("a", "n"), ("an", "d")]
 WORDS = "the hand and then a tan hen sat"
-
-
-def sentencepiece_like(
-    letters: str = string.ascii_lowercase, merges: list = MERGES, byte_fallback: bool = True, bos: bool = True
-) -> PreTrainedTokenizerFast:
-    """Spaces are "▁", other bytes "<0x..>"; ids in another order than the byte-level tokenizer's; texts begin with <s>."""
-    words = ["<unk>", "<s>", "<eos>"] + [f"<0x{byte:02X}>" for byte in range(256) if byte_fallback]
-    words += ["▁", *reversed(letters), *("".join(pair) for pair in merges)]
-    model = models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=byte_fallback)
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<eos>", unk_token="<unk>")
 
 
 def spelling(characters: str) -> PreTrainedTokenizerFast:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import smollm2
 import torch
-from test_padding import tokens_read
-from tiny_models import perturbed, random_prompts, tiny
+from tiny_models import perturbed, random_prompts, tiny, tokens_read
 from transformers import PreTrainedModel
 
 import engine

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_architectures import NEW
 from tiny_models import WINDOW, greedy, random_prompts, tiny
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -14,6 +13,7 @@ import engine
 from engine.model import uses_ragged_kernel
 from engine.support import context_length, head_sizes
 
+NEW = 12
 LONG = list(range(3, 30))  # a prompt that is longer than a window
 GROUPED: dict[str, Any] = dict(num_key_value_heads=2, head_dim=8)
 MIXED = ["sliding_attention", "full_attention"] * 2

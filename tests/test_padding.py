@@ -1,11 +1,8 @@
 """Calls of several rows on a CPU leave out what is padding, and nothing else about them changes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
-from tiny_models import CONFIGS, CONTEXT, EAGER_ONLY, GROUPED_EXPERTS, greedy, random_prompts, tiny
+from tiny_models import CONFIGS, CONTEXT, EAGER_ONLY, GROUPED_EXPERTS, greedy, random_prompts, tiny, tokens_read
 from transformers import PreTrainedModel
 
 import engine
@@ -14,17 +11,6 @@ from engine.model import RaggedModel
 
 KEEP_PADDING = {"falcon", *EAGER_ONLY}  # whose attention is their own
 START = [20, 13, 7, 30, 25]
-
-
-@contextmanager
-def tokens_read(model: PreTrainedModel) -> Iterator[list[int]]:
-    """How many tokens each call of the model was for."""
-    counts: list[int] = []
-    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: counts.append(inputs[0].numel()))
-    try:
-        yield counts
-    finally:
-        hook.remove()
 
 
 def ragged(model: PreTrainedModel, skips_padding: bool, num_slots: int = 5) -> RaggedModel:

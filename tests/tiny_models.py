@@ -1,6 +1,8 @@
 """Tiny random models of every tested architecture, and prompts for them."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,3 +128,14 @@ def greedy(
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
+
+
+@contextmanager
+def tokens_read(model: PreTrainedModel) -> Iterator[list[int]]:
+    """How many tokens each call of the model was for."""
+    counts: list[int] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: counts.append(inputs[0].numel()))
+    try:
+        yield counts
+    finally:
+        hook.remove()

@@ -1,10 +1,13 @@
-"""A byte-level tokenizer whose ids are the bytes: long characters and words span several tokens."""
+"""Small tokenizers: one whose ids are bytes, so that long characters and words span several tokens, and one as SentencePiece makes."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+import string
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 EOS = 256
 VOCAB = 258
+MERGES = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e"), ("a", "n"), ("an", "d")]
 
 
 def byte_tokenizer(renamed: dict[str, str] | None = None, extra: int = 0) -> PreTrainedTokenizerFast:
@@ -23,3 +26,18 @@ def byte_tokenizer(renamed: dict[str, str] | None = None, extra: int = 0) -> Pre
     fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     assert fast.eos_token_id == EOS
     return fast
+
+
+def sentencepiece_like(
+    letters: str = string.ascii_lowercase, merges: list = MERGES, byte_fallback: bool = True, bos: bool = True
+) -> PreTrainedTokenizerFast:
+    """Spaces are "▁", other bytes "<0x..>"; ids in another order than the byte-level tokenizer's; texts begin with <s>."""
+    words = ["<unk>", "<s>", "<eos>"] + [f"<0x{byte:02X}>" for byte in range(256) if byte_fallback]
+    words += ["▁", *reversed(letters), *("".join(pair) for pair in merges)]
+    model = models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=byte_fallback)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<eos>", unk_token="<unk>")
