@@ -118,3 +118,10 @@ def test_numbers_of_architectures() -> None:
     assert f"on {len(OTHERS)} more with n-grams" in text
     on_device = len(set(CONFIGS) - {"falcon", *GROUPED_EXPERTS})  # see test_pretend_cuda.py
     assert f"thirteen drafters and on {on_device} architectures" in text
+
+
+def test_huge_pages() -> None:
+    runs = ("with_1", "with_2", "without_1", "without_2")
+    medians = [measured(f"huge_pages_cpu/{run}", "ours plain")["median"].rstrip("x") for run in runs]
+    text = " ".join(TEXT.split())
+    assert "plain decoding had {} and {} times the tokens/s of `transformers` with them, and {} and {} without".format(*medians) in text  # fmt: skip
