@@ -26,6 +26,7 @@ MOST_SECONDS = 0.1  # for a page; where it takes longer, memory is short or in p
 _LEAST_SECONDS = 0.001  # less than what a page takes that is copied
 _MADV_COLLAPSE = 25
 _ENABLED, _SIZE = (Path(f"/sys/kernel/mm/transparent_hugepage/{name}") for name in ("enabled", "hpage_pmd_size"))
+_SMAPS = Path("/proc/self/smaps")
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw.p \S+ \S+ 0 *(|\[heap\]|\[anon:.*\])")
 
 
@@ -42,7 +43,7 @@ class HugePages:
         """Have the next page copied that is not huge yet, 4 to 7 ms of work; nothing if there is none, or it is too early."""
         self._round += 1
         if self._round == FIRST_ROUND:
-            self._left = _addresses(Path("/proc/self/smaps").read_text(), self._page)
+            self._left = _addresses(_smaps(), self._page)
         begin = time.perf_counter()
         for address in self._left:
             # The kernel refuses where that cannot be, or nothing is there any more.
@@ -62,6 +63,14 @@ def huge_pages_for(model: nn.Module) -> HugePages | None:
     if size < LEAST_WEIGHTS or os.environ.get(VARIABLE) == "0" or not _SIZE.exists():
         return None
     return None if "[never]" in _ENABLED.read_text() else HugePages()
+
+
+def _smaps() -> str:
+    """The kernel's list of the process's memory; empty where it is not shown."""
+    try:
+        return _SMAPS.read_text()
+    except OSError:
+        return ""
 
 
 def _addresses(smaps: str, page: int) -> Iterator[int]:

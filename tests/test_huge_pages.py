@@ -115,6 +115,13 @@ def test_a_page_in_each_round(
     assert rounds(monkeypatch, count, seconds) == expected
 
 
+def test_where_the_kernel_does_not_show_memory(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_SMAPS", settings / "smaps")
+    pages = HugePages()
+    for _ in range(FIRST_ROUND + 1):
+        pages.after_round()
+
+
 def test_an_engine_asks_after_each_of_its_rounds(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
     monkeypatch.setattr(HugePages, "after_round", lambda self: next(calls))
