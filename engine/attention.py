@@ -23,6 +23,9 @@ from .cache import CallPlan, RaggedCache
 logger = logging.getLogger(__name__)
 
 PART = 128  # columns of a prefill that attend together, to the keys up to the last of them
+CALL_BYTES = (
+    128 << 10
+)  # of keys, and as many of values, that are read in the time which one more call of attention takes
 GROUPED, RAGGED = "speculative_engine_grouped", "speculative_engine_ragged"
 
 
@@ -58,7 +61,8 @@ def attend_grouped(
 
     transformers repeats K and V for every query head instead, where W > 1, which copies the whole cache in every layer. The
     columns of a long prefill are cut in parts, each of which attends to the keys up to its own end only. In a call without
-    padding, neighbouring rows of one width attend together, as their K and V lie side by side and need no copy.
+    padding, neighbouring rows of one width attend together, as their K and V lie side by side and need no copy; or all rows do,
+    padded, where they are of much the same length.
 
     Returns:
         [B, W, heads, D], without padding [1, N, heads, D], and no weights.
@@ -74,6 +78,10 @@ def attend_grouped(
     if plan.runs is None:
         parts = _parts(plan, slice(None), query.shape[2], attention_mask, group, query.dtype)
         return _attend(query, key, value, parts, scaling), None
+    if (padded := _padded(plan, attention_mask, key)) is not None:
+        parts = _parts(plan, slice(None), padded.tokens.shape[1], attention_mask, group, query.dtype)
+        attended = _attend(query[0, :, padded.tokens].transpose(0, 1), key, value, parts, scaling)
+        return attended.flatten(0, 1)[padded.columns][None], None
     outputs = []
     for run in plan.runs:
         columns = query[0, :, run.tokens].unflatten(1, (-1, run.width)).transpose(0, 1)
@@ -158,6 +166,31 @@ def _parts(plan: CallPlan, rows: slice, width: int, mask: Tensor, group: int, dt
             parts.append(_Part(slice(begin, end), seen, added))
         plan.prepared[key] = mask, parts  # with the mask, so that its id stays its own
     found: list[_Part] = plan.prepared[key][1]
+    return found
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """How rows of a call without padding attend with padding, all at once."""
+
+    tokens: Tensor  # [n, W] int64, which of the N tokens a column is; any of them where it is padding
+    columns: Tensor  # [N] int64, which of the n * W columns a token is
+
+
+def _padded(plan: CallPlan, mask: Tensor, key: Tensor) -> _Padded | None:
+    """None where rows had better attend run by run; worked out in the first layer of a call, and kept for the others."""
+    if "padded" not in plan.prepared:
+        runs, width = plan.runs or (), mask.shape[2]
+        ends = [int(plan.start[run.rows].max()) + run.width for run in runs]
+        read = sum((run.rows.stop - run.rows.start) * end for run, end in zip(runs, ends, strict=True))
+        more = (len(mask) * (int(plan.start.max()) + width) - read) * key.shape[1] * key.shape[3] * key.element_size()
+        padded = None
+        if len(runs) > 1 and width <= PART and more < CALL_BYTES * (len(runs) - 1):
+            valid = torch.arange(width) < plan.num_valid[:, None]
+            tokens = (valid.flatten().cumsum(0) - 1).clamp(min=0).view_as(valid)
+            padded = _Padded(tokens, valid.flatten().nonzero()[:, 0])
+        plan.prepared["padded"] = padded
+    found: _Padded | None = plan.prepared["padded"]
     return found
 
 

@@ -27,9 +27,13 @@ def test_which_models_do(name: str) -> None:
     assert not RaggedModel(tiny(name), 2, exact=True).skips_padding
 
 
+@pytest.mark.parametrize("call_bytes", [0, 1 << 30], ids=["run by run", "attending together"])
 @pytest.mark.parametrize("num_valid", [[1, 4, 0, 2, 3], [0, 0, 0, 0, 2], [2, 2, 1, 1, 2], [3, 0, 3, 0, 3], [1] * 5])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in KEEP_PADDING])
-def test_the_same_logits_hidden_states_and_cache(name: str, num_valid: list[int]) -> None:
+def test_the_same_logits_hidden_states_and_cache(
+    name: str, num_valid: list[int], call_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.attention.CALL_BYTES", call_bytes)
     model = tiny(name, dtype=torch.float32 if name in GROUPED_EXPERTS else torch.float64)
     tokens = torch.randint(0, model.config.vocab_size, (5, CONTEXT), generator=torch.Generator().manual_seed(0))
     start, count, column = torch.tensor(START), torch.tensor(num_valid), torch.arange(4)
@@ -55,6 +59,26 @@ def test_the_same_logits_hidden_states_and_cache(name: str, num_valid: list[int]
         assert read == ([sum(START), sum(num_valid)] if skips_padding else [5 * max(START), 5 * 4])
     for padded, unpadded in zip(*found, strict=True):
         torch.testing.assert_close(unpadded, padded, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("longest", "calls"), [(40, 1), (250, 5)])
+def test_rows_of_much_the_same_length_attend_together(
+    longest: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others read fewer keys run by run."""
+    monkeypatch.setattr("engine.attention.CALL_BYTES", 16 << 10)
+    model = tiny("llama", max_position_embeddings=256)
+    made = ragged(model, skips_padding=True)
+    start, count = torch.tensor([30, longest, 20, 30, 25]), torch.tensor([1, 4, 3, 1, 2])
+    attend, called = torch.nn.functional.scaled_dot_product_attention, []
+
+    def counted(*args: object, **kwargs: object) -> torch.Tensor:
+        called.append(1)
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    made.decode(torch.ones(5, 4, dtype=torch.int64), start, count, slice(0, 5), 256)
+    assert len(called) == calls * model.config.num_hidden_layers
 
 
 def test_long_prompts_of_different_length_are_read_together() -> None:
