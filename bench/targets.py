@@ -73,13 +73,16 @@ def random_target(device: str, size: str = "1B") -> Target:
 
 
 def real_target(device: str) -> Target:
-    """The demo's model in bf16, as transformers loads it, going on with the demo's texts and never ending by itself.
+    """The demo's model as transformers loads it, going on with the demo's texts and never ending by itself.
+
+    In bf16; on a CPU in float32, as transformers' products of bf16 take ten times as long on some.
 
     Raises:
         FileNotFoundError: where the package that brings it is not installed.
     """
     folder = converted(Path(find_model()), torch.bfloat16, "target")
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.generation_config.eos_token_id = None
     text = AutoTokenizer.from_pretrained(folder)(f"{ARTICLE}\n{CODE}")["input_ids"]
     return Target(model.to(device).eval(), REAL, text)

@@ -1,5 +1,6 @@
 """What all tests share. Without a GPU, Triton kernels run in Triton's interpreter, on CPU tensors."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
             os._exit(1)
         pytest.exit("a fault has left the GPU unusable for this process", returncode=1)
     return result
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays to the end, and is not looked through again for what nobody holds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
