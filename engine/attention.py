@@ -188,7 +188,7 @@ def _padded(plan: CallPlan, mask: Tensor, key: Tensor, group: int) -> _Padded | 
         runs, width, padded = plan.runs or (), mask.shape[2], None
         more = keys(plan.start, width) - sum(keys(plan.start[run.rows], run.width) for run in runs)
         if len(runs) > 1 and more * key[0, :, 0].nbytes < CALL_BYTES * (len(runs) - 1):
-            valid = torch.arange(width) < plan.num_valid[:, None]
+            valid = torch.arange(width, device=plan.num_valid.device) < plan.num_valid[:, None]
             tokens = (valid.flatten().cumsum(0) - 1).clamp(min=0).view_as(valid)
             padded = _Padded(tokens, valid.flatten().nonzero()[:, 0])
         plan.prepared["padded"] = padded

@@ -37,7 +37,7 @@ def test_report_on_a_cpu() -> None:
     first = report["B=2 L=40 W=3"]
     median, p20, p80 = first["ours_us"]
     assert 0 < p20 <= median <= p80 and first["repeats"] == 7
-    assert first["sdpa_to_ours"] == pytest.approx(first["masked_sdpa_us"][0] / median, rel=0.02)
+    assert first["sdpa_to_ours"] == pytest.approx(first["masked_sdpa_us"][0] / median, abs=0.006)  # of two digits
     assert first["gb_per_s"] == pytest.approx(SMALL.bytes_moved / median / 1e3, abs=0.06)
     assert first["share_of_copy"] is None
 
