@@ -42,10 +42,10 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-def is_own_call(past_key_values: Any) -> bool:
+def is_own_call(cache: Any) -> bool:
     """Whether a call with this cache is under way in this thread, in which models attend our way."""
     caches = _calls.caches
-    return bool(caches) and caches[-1] is past_key_values
+    return bool(caches) and caches[-1] is cache
 
 
 def attend_grouped(

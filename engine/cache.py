@@ -5,8 +5,10 @@ overwritten in time. Rolling back is therefore lowering `seq_lens` and touches n
 than rows can use, the trash slot, where the K/V of padding goes.
 """
 
+import functools
+import inspect
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -230,6 +232,12 @@ class RaggedCache(Cache):
             layer.values[rows, :, :end] = 0
         if index is not None:  # not before: an interrupted clearing is made up for by the next one
             self._reached[index] = 0
+
+
+@functools.cache
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """What `forward` of a class of transformers calls its cache: `cache` from release 5.24 on, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def slot_numbers(rows: slice | Tensor, device: torch.device) -> Tensor:

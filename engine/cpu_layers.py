@@ -128,9 +128,9 @@ class CpuLayerParts(WatchedModules):
             **cls.watch(layer),
         )
 
-    def layer(self, hidden: Tensor, position_embeddings: Any, mask: Any, past_key_values: Any) -> Tensor:
+    def layer(self, hidden: Tensor, position_embeddings: Any, mask: Any, cache: Any) -> Tensor:
         """What the whole layer makes of hidden states [B, W, H]."""
-        hidden = hidden + self.attention(self.before_attention(hidden), position_embeddings, mask, past_key_values)
+        hidden = hidden + self.attention(self.before_attention(hidden), position_embeddings, mask, cache)
         return hidden + self.mlp(hidden)
 
     def attention(
@@ -138,11 +138,11 @@ class CpuLayerParts(WatchedModules):
         normed: Tensor,  # [B, W, H]
         position_embeddings: tuple[Tensor, Tensor],  # cosines and sines, [B, W, head_dim] each
         mask: Any,
-        past_key_values: Any,
+        cache: Any,
     ) -> Tensor:
         """What `self_attn` gives in one of our own calls: [B, W, H]."""
         query, key, value = self.heads(normed, *position_embeddings)
-        keys, values = past_key_values.ragged_layers[self.index].update(key, value)
+        keys, values = cache.ragged_layers[self.index].update(key, value)
         attended, _ = attend_grouped(self.self_attn, query, keys, values, mask, self.scaling)
         return self.joined(attended)
 

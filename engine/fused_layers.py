@@ -53,12 +53,12 @@ def _own_class(module: nn.Module) -> type:
     return type(module).__bases__[1] if isinstance(module, _Fused) else type(module)
 
 
-def usable_parts(layer: Any, past_key_values: Any) -> Any:
+def usable_parts(layer: Any, cache: Any) -> Any:
     """Those of a fused layer, None if the call with this cache may not run them."""
     parts = getattr(layer, "parts", None)
-    if parts is None or torch.compiler.is_compiling() or not is_own_call(past_key_values) or parts.touched():
+    if parts is None or torch.compiler.is_compiling() or not is_own_call(cache) or parts.touched():
         return None
-    return parts if parts.on_gpu == past_key_values.whole_buffers else None  # a head may have been moved to a GPU
+    return parts if parts.on_gpu == cache.whole_buffers else None  # a head may have been moved to a GPU
 
 
 @dataclass(frozen=True)
@@ -102,20 +102,17 @@ class _Fused(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        use_cache: Any = False,
         position_embeddings: Any = None,
         **others: Any,
     ) -> Tensor:
-        parts = usable_parts(self, past_key_values)
+        cache = others.get("cache", others.get("past_key_values"))  # its name from transformers 5.24 on, and before
+        parts = usable_parts(self, cache)
         if parts is None:
             output: Tensor = super().forward(
-                hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-                use_cache=use_cache, position_embeddings=position_embeddings, **others,
-            )  # fmt: skip
+                hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **others
+            )
             return output
-        hidden: Tensor = parts.layer(hidden_states, position_embeddings, attention_mask, past_key_values)
+        hidden: Tensor = parts.layer(hidden_states, position_embeddings, attention_mask, cache)
         return hidden
 
     def __reduce__(self) -> Any:  # its class is in no module where pickle would find it

@@ -67,9 +67,9 @@ class GpuLayerParts(WatchedModules):
     def scaling(self) -> float:
         return float(self.self_attn.scaling)
 
-    def layer(self, hidden: Tensor, position_embeddings: Any, mask: Any, past_key_values: Any) -> Tensor:
+    def layer(self, hidden: Tensor, position_embeddings: Any, mask: Any, cache: Any) -> Tensor:
         """What the whole layer makes of hidden states [B, W, H]."""
-        attended = self.attention(self.before_attention(hidden), position_embeddings, mask, past_key_values)
+        attended = self.attention(self.before_attention(hidden), position_embeddings, mask, cache)
         hidden, normed = _normed(self.layer_norms[1], hidden, attended)
         return hidden + self._mlp(normed)
 
@@ -82,11 +82,11 @@ class GpuLayerParts(WatchedModules):
         normed: Tensor,  # [B, W, H]
         position_embeddings: tuple[Tensor, Tensor],  # cosines and sines, [B or 1, W, head_dim] each
         mask: Any,
-        past_key_values: Any,
+        cache: Any,
     ) -> Tensor:
         """What `self_attn` gives in one of our own calls: [B, W, H]."""
         query, key, value = self.heads(normed, *position_embeddings)
-        keys, values = past_key_values.ragged_layers[self.self_attn.layer_idx].update(key, value)
+        keys, values = cache.ragged_layers[self.self_attn.layer_idx].update(key, value)
         attended, _ = attend_ragged(self.self_attn, query, keys, values, mask, self.scaling, sliding_window=self.window)
         return self.joined(attended)
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from . import prompts as prompting
+from .cache import cache_argument
 from .config import SamplingParams, check_int
 from .decoder_layers import DecoderLayers
 from .drafters.layer_skip import LayerSkipDrafter
@@ -222,8 +223,8 @@ class AnsweredTexts:
             input_ids=self._tokens,
             position_ids=positions,
             attention_mask=attention_mask,
-            past_key_values=self._kv,
             use_cache=True,
+            **{cache_argument(type(self._model.base_model).forward): self._kv},
         )[0]
         # What models do to the logits behind the head (scales, soft caps) does not change their order.
         head: Any = self._model.get_output_embeddings()

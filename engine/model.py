@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .attention import AttentionSwitch
 from .backend import MAX_HEAD_DIM, uses_kernels
-from .cache import RaggedCache
+from .cache import RaggedCache, cache_argument
 from .compiled import CompiledForward
 from .decoder_layers import DecoderLayers, outputs_of
 from .errors import UnsupportedModelError
@@ -249,12 +249,7 @@ class RaggedModel:
         read = valid if self.known_ids is None else valid & (tokens < self.known_ids)
         # Padding must stay inside a learned position table, and must see at least one key.
         position_ids = positions.clamp(max=self.context_length - 1)
-        arguments: dict[str, Any] = dict(
-            input_ids=tokens.where(read, 0),
-            position_ids=position_ids,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        arguments: dict[str, Any] = dict(input_ids=tokens.where(read, 0), position_ids=position_ids, use_cache=True)
         arguments |= inputs
         if taken is not None:
             for name in ("input_ids", "position_ids", *inputs):
@@ -267,8 +262,9 @@ class RaggedModel:
             arguments["attention_mask"] = (
                 None if self._attention.ragged else self._masks(position_ids, compiled is not None)
             )
-            run = compiled or (self.model if with_head else self.model.base_model)
-            output = run(**arguments)
+            model = self.model if with_head else self.model.base_model
+            arguments[cache_argument(type(model).forward)] = self.cache
+            output = (compiled or model)(**arguments)
             for hidden in kept:
                 hidden.write((*output.hidden_states, *last))
             result: Tensor = output.logits if with_head else output[0]

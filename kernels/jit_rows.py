@@ -281,7 +281,9 @@ def leave_stats(x, group_peaks, ids, tile, row, memory, inverse_temperature, wan
 
 @triton.jit
 def fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS: tl.constexpr):
-    """Stats of a whole row from those of its blocks: best, total = sum of exp((x - best) / T), argmax."""
+    """Stats of a whole row from those of its blocks: best, total = sum of exp((x - best) / T), argmax.
+
+    At a temperature of NaN no block knows its argmax, and the row's is 0."""
     block = tl.arange(0, NUM_BLOCKS)
     inside = block < memory[2]
     peak = fetch(blocks_at(memory, BLOCK_PEAK, row) + block, inside, float("-inf"))
@@ -289,6 +291,7 @@ def fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS: tl.constexpr):
     argmax = fetch(as_int(blocks_at(memory, BLOCK_ARGMAX, row)) + block, inside, NO_ID)
     best = tl.max(peak, axis=0)
     argmax = tl.min(tl.where(peak == best, argmax, NO_ID), axis=0)
+    argmax = tl.where(argmax == NO_ID, 0, argmax)
     return best, tl.sum(scaled_mass(peak, mass, best, inverse_temperature), axis=0), argmax
 
 

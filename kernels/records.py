@@ -39,7 +39,7 @@ class RowStats(NamedTuple):
 
     threshold: Tensor  # [...] float32 (float64 for float64 logits), in units of the raw logits; -inf: unfiltered
     lse: Tensor  # [...] same dtype, log-sum-exp of the kept logits / T
-    argmax: Tensor  # [...] int64, the lowest id among the largest logits
+    argmax: Tensor  # [...] int64, the lowest id among the largest logits; some id of the row at a temperature of NaN
 
 
 class Draws(NamedTuple):

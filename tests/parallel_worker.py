@@ -118,7 +118,10 @@ def observations(folder: Path) -> dict[str, Any]:
     seen["other_layers"] = message(lambda: engine.load(folder / "target", drafter=layers, tensor_parallel=True))
     cascade = f"ngram+layer_skip:{rank}-1"
     seen["other_stage"] = message(lambda: engine.load(folder / "target", drafter=cascade, tensor_parallel=True))
-    seen["tied"] = message(lambda: engine.load(folder / "tied", tensor_parallel=True))
+    try:
+        seen["tied"] = texts(engine.load(folder / "tied", **OPTIONS, tensor_parallel=True), GREEDY)
+    except engine.UnsupportedModelError as error:
+        seen["tied"] = str(error)
     seen["seconds"] = llm._ranks.end_round([[7]], [1.5 + rank, 0.25])
     return seen
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import engine
 from engine import attention
-from engine.cache import RaggedCache
+from engine.cache import RaggedCache, cache_argument
 
 HEADS, SIZE = 6, 16
 
@@ -141,3 +141,22 @@ def test_a_release_that_keeps_its_attention_elsewhere(
     assert not llm._target.skips_padding and "this release of transformers" in caplog.text
     prompts = [[5, 6, 7], [8, 9]]
     assert [each.token_ids for each in llm.generate(prompts, params)] == [greedy(target, each, 6) for each in prompts]
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_what_a_model_calls_its_cache(name: str) -> None:
+    """transformers has renamed it, but code that comes with a checkpoint may be older."""
+    target: Any = tiny("llama")
+    prompt, own = random_prompts(1)[0], type(target)
+    expected = greedy(target, prompt, 12)
+
+    def renamed(self: Any, input_ids: Tensor, cache: Any = None, **others: Any) -> Any:
+        return own.forward(self, input_ids, **{cache_argument(own.forward): cache}, **others)
+
+    def as_it_was(self: Any, input_ids: Tensor, past_key_values: Any = None, **others: Any) -> Any:
+        return renamed(self, input_ids, past_key_values, **others)
+
+    forward = renamed if name == "cache" else as_it_was
+    assert cache_argument(forward) == name
+    target.__class__ = type("Renamed", (own,), {"forward": forward})
+    assert engine.load(target).generate(prompt, engine.SamplingParams(max_new_tokens=12)).token_ids == expected

@@ -18,8 +18,8 @@ from engine.kernels.ops import METHODS
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
-# Bytes a thread, by version of Triton where it is not 0: a few variants, which 3.7 compiles without.
-MOST_SPILLED = {"3.9": 48}.get(triton.__version__.rpartition(".")[0], 0)
+# Bytes a thread, by version of Triton where it is not 0: two variants, which 3.7 compiles without.
+MOST_SPILLED = {"3.9": 88}.get(triton.__version__.rpartition(".")[0], 0)
 KERNELS = {"row_stats_kernel", "sample_kernel", "verify_kernel", "residual_kernel"}
 
 

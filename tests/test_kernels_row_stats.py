@@ -31,6 +31,7 @@ from kernel_cases import (
 )
 from kernel_strategies import ANY_ROWS, SOME_EXAMPLES
 
+from engine.kernels import ops
 from engine.kernels.row_stats import row_stats
 
 pytestmark = [
@@ -94,6 +95,20 @@ def test_rows_without_a_distribution(bad: float, where: int) -> None:
         stats = check_row_stats(logits, torch.full((4,), temperature))
         assert stats.lse.isnan().tolist() == [True, False, True, False]
         assert stats.lse[1].item() == -torch.inf
+        assert ((stats.argmax >= 0) & (stats.argmax < 5_001)).all()
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_a_temperature_of_nan(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are no distributions, and no id that leads out of the row is told."""
+    monkeypatch.setenv("ENGINE_KERNELS", kernels)
+    logits = random_logits(torch.Generator().manual_seed(4), 2, 5_001).to(DEVICE)
+    temperature = torch.tensor([torch.nan, 1.0], device=DEVICE)
+    seeded = dict(seed=torch.arange(2, device=DEVICE), position=torch.arange(2, device=DEVICE))
+    tokens, drawn, _ = ops.sample(logits, temperature, **seeded)
+    assert tokens[0] == -1 and tokens[1] >= 0
+    for stats in (ops.row_stats(logits, temperature), drawn):
+        assert stats.lse.isnan().tolist() == [True, False]
         assert ((stats.argmax >= 0) & (stats.argmax < 5_001)).all()
 
 

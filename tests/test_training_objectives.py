@@ -206,9 +206,7 @@ def test_unrolled_steps_are_those_of_the_model(cached: bool, first: int, started
                 if start + 1 + step >= tokens.shape[1]:
                     break
                 read = torch.arange(place, start + 1 + step)[None]
-                output = network(
-                    tokens[:, read[0] + 1], features[:, place:], read, past_key_values=cache, use_cache=cached
-                )[0]
+                output = network(tokens[:, read[0] + 1], features[:, place:], read, cache=cache, use_cache=cached)[0]
                 found, expected = (
                     head.lm_head(head.normed(hidden)) for hidden in (steps[step][:, chain], output[:, -1])
                 )

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
+from ..cache import cache_argument
 from ..fused_layers import usable_parts
 
 _FAMILIES: dict[str, tuple[Any, Any, Any]] = {
@@ -138,23 +139,23 @@ class EagleModel(PreTrainedModel):
         hidden_states: Tensor,  # [B, W, H] features
         position_ids: Tensor,  # [B, W] int64
         attention_mask: Any = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         use_cache: bool = True,
         **others: Any,
     ) -> tuple[Tensor]:
         """Features [B, W, H] of the next positions."""
+        first: Any = self.layers[0]
         embeddings = self.get_input_embeddings()(input_ids).to(hidden_states.dtype)
-        shared = dict(
+        shared = {cache_argument(type(first.self_attn).forward): cache} | dict(
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
             position_embeddings=self.rotary_emb(hidden_states, position_ids),
         )
         own = [shared | self._attention(index, attention_mask) for index in range(len(self.layers))]
         if self.config.eagle == 3:
-            hidden = self._first_of_eagle3(self.layers[0], embeddings, hidden_states, own[0])
+            hidden = self._first_of_eagle3(first, embeddings, hidden_states, cache, own[0])
         else:
-            hidden = self.layers[0](self.fc(torch.cat([embeddings, hidden_states], dim=-1)), **own[0])
+            hidden = first(self.fc(torch.cat([embeddings, hidden_states], dim=-1)), **own[0])
         for layer, arguments in zip(self.layers[1:], own[1:], strict=True):
             hidden = layer(hidden, **arguments)
         return (self.norm(hidden) if self.config.eagle == 3 and self.config.norm_output else hidden,)
@@ -168,11 +169,12 @@ class EagleModel(PreTrainedModel):
             found["sliding_window"] = self.config.sliding_window
         return found
 
-    def _first_of_eagle3(self, layer: Any, embeddings: Tensor, feature: Tensor, shared: dict[str, Any]) -> Tensor:
+    def _first_of_eagle3(
+        self, layer: Any, embeddings: Tensor, feature: Tensor, cache: Any, shared: dict[str, Any]
+    ) -> Tensor:
         normed = layer.hidden_norm(feature)
         residual = normed if self.config.norm_before_residual else feature
         both = torch.cat([layer.input_layernorm(embeddings), normed], dim=-1)
-        cache = shared["past_key_values"]
         if (parts := usable_parts(layer, cache)) is not None:
             hidden = residual + parts.attention(both, shared["position_embeddings"], shared["attention_mask"], cache)
             output: Tensor = hidden + parts.mlp(hidden)
