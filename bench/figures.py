@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from .processes import without_paths
+
 UNFINISHED = "begun, and not ended"
 
 
 def failure(error: Exception) -> dict[str, Any]:
     """What stands in the place of figures."""
     line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    return {"error": line, "traceback": "".join(traceback.format_exception(error))}
+    return {"error": line, "traceback": without_paths("".join(traceback.format_exception(error)))}
 
 
 def is_failure(figures: Any) -> bool:

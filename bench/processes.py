@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,13 @@ class Ended:
 
     code: int | None  # negative: the signal; None: it was stopped at its limit
     tail: list[str]  # of what it wrote, errors included
+
+
+def without_paths(text: str) -> str:
+    """Text without where the checkout and Python's packages lie, which is this machine's affair."""
+    for folder in sorted({str(ROOT), *sysconfig.get_paths().values()}, key=len, reverse=True):
+        text = text.replace(f"{folder}{os.sep}", "")
+    return text
 
 
 def limited(
@@ -55,8 +63,8 @@ def limited(
             with suppress(subprocess.TimeoutExpired):  # one that a driver holds does not end at once
                 process.wait(LAST_WORDS)
         output.seek(0)
-        lines = output.read().decode(errors="replace").splitlines()
-    return Ended(code, lines[-TAIL:])
+        written = output.read().decode(errors="replace")
+    return Ended(code, without_paths(written).splitlines()[-TAIL:])
 
 
 def _heed_interrupts() -> None:

@@ -23,9 +23,9 @@ from .cache import CallPlan, RaggedCache
 logger = logging.getLogger(__name__)
 
 PART = 128  # columns of a prefill that attend together, to the keys up to the last of them
-# Measured on an EPYC with AVX2: one more call of attention takes as long as reading so many bytes of keys, and as many of values;
+# Measured on an EPYC with AVX2. One more call of attention takes as long as reading so many bytes of keys, and as many of values.
 CALL_BYTES = 128 << 10
-QUERIES = 48  # and so many queries of a key as reading it
+QUERIES = 48  # So many queries of a key take as long as reading it.
 GROUPED, RAGGED = "speculative_engine_grouped", "speculative_engine_ragged"
 
 

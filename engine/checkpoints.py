@@ -124,6 +124,8 @@ def _check_source(source: Any, role: str) -> Path:
     """A folder or a GGUF file, or nothing that exists: a hub id then."""
     if not isinstance(source, str | Path) or not str(source):
         got = repr(source) if isinstance(source, str | int | float | None) else f"a {type(source).__name__}"
+        if hasattr(source, "merge_and_unload"):
+            got += ", whose base_model.model is one, or what its merge_and_unload() returns"
         raise ValueError(f"{role} must be a hub id, a path or a PreTrainedModel, got {got}")
     path = existing_path(str(source), role)
     if path.is_file() and path.suffix.lower() != ".gguf":

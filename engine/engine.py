@@ -53,7 +53,8 @@ class Engine:
         self._target = RaggedModel(model, config.max_batch_size, self.exact, compile=config.compile)
         if (attach := getattr(drafter, "attach", None)) is not None:
             attach(self._target)
-        parts = drafter, *getattr(drafter, "stages", ())
+        parts = [drafter, *getattr(drafter, "stages", ())]
+        parts += [getattr(part, "drafter", None) for part in parts]  # a staged draft model's own
         self._attached = [part for part in parts if hasattr(part, "attach") or getattr(part, "keeps_rows", False)]
         for part in self._attached:
             part.attached_to = self._target
@@ -83,7 +84,7 @@ class Engine:
 
         On a CPU its linear layers may be packed (`packing.py`). These have no parameters: `parameters()` lacks them, and
         `state_dict()` unpacks them. Their `weight` may be a copy: to change weights, call `load_state_dict`, or load a live model and
-        change that. On a GPU change weights in place: rounds that have been captured read them where they lie. Other parameters,
+        change that, which peft's adapters and `resize_token_embeddings` need, too. On a GPU change weights in place: rounds that have been captured read them where they lie. Other parameters,
         modules, hooks or adapters are seen by the next call, which captures its rounds anew.
         """
         return self._target.model
@@ -183,7 +184,8 @@ class Engine:
         params: SamplingParams | None = None,
         progress: bool = False,
     ) -> None:
-        """Compile kernels and capture CUDA graphs now instead of at the first prompts and rounds of their kind.
+        """Compile kernels and capture CUDA graphs now instead of at the first prompts and rounds of their kind. On a CPU, which needs
+        neither, the buffers of such texts are made.
 
         All that is captured here is kept: for each pair of a batch size and a length 3 graphs with most drafters, up to 15 with
         num_draft_tokens="auto", and up to 50 where a model drafts. A text that grows goes through the buckets of all lengths up to its own.

@@ -40,6 +40,8 @@ def fuse(model: nn.Module, parts_of: Callable[[Any], Any]) -> int:
         parts = [parts_of(layer) for layer in layers]
         if layers:
             _check(layers[0], parts[0])
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # a release of transformers may have changed anything
         logger.info("%s is not fused: %s", type(layers[0]).__name__, error)
         return 0

@@ -22,6 +22,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
+from .file_samples import digest_of
 from .pretrained import whole_model
 
 logger = logging.getLogger(__name__)
@@ -127,14 +128,8 @@ def _check_file(path: Path, role: str) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """Name of a file's content: its size and 64 samples over its length."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{_FORMAT} {size}".encode())
-    with path.open("rb") as file:
-        for sample in range(64):
-            file.seek(sample * size // 64)
-            digest.update(file.read(1 << 16))
-    return digest.hexdigest()[:16]
+    """Name of a file's content, and of how it is converted."""
+    return hashlib.sha256(f"{_FORMAT} ".encode() + digest_of(path)).hexdigest()[:16]
 
 
 def _checksum(path: Path) -> int:

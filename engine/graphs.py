@@ -207,7 +207,9 @@ class Graphs:
         self._max = max(len(self._captured) // 2, _FEWEST)
         if not self._told_short:
             self._told_short = True
-            logger.warning("no memory for more than %d CUDA graphs: those not used longest are forgotten", self._max)
+            logger.warning(
+                "no memory for more CUDA graphs: all are forgotten, and at most %d kept from now on", self._max
+            )
         self.clear()
         with suppress(RuntimeError):  # where the capture could not be ended
             torch.cuda.empty_cache()  # what torch holds for other work, it does not take for a capture

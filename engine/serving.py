@@ -96,7 +96,7 @@ class Server:
     def warmup(self, num_rows: int, text_length: int, params: SamplingParams) -> None:
         """Run every kind of round that rows of such texts may need. The rows are not active, so nothing changes.
 
-        All graphs that this captures are kept, however many they are.
+        All graphs that this captures are kept, however many they are. On a CPU there is nothing to compile or to capture.
 
         Args:
             num_rows: that decode together.
@@ -104,6 +104,8 @@ class Server:
             params: of the rows.
         """
         self._slots.reserve(text_length)
+        if self._device.type == "cpu" and not self._round.graphs.planned:
+            return
         request = Request(0, [0] * text_length, params, 0, text_length, None)
         state = self._slots.select(slice(0, self._slots.num_rows(num_rows)), [request])
         with self._round.graphs.warmup(), torch.inference_mode(), on_device(self._device):

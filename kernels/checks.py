@@ -17,11 +17,16 @@ NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uin
 
 
 def check_tensor(name: str, value: Any, device: torch.device | None = None) -> None:
-    """ValueError unless it is a tensor, on this device if one is given."""
+    """ValueError unless it is a tensor whose numbers lie in memory as they are, on this device if one is given."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor{'' if device is None else f' on {device}'}, got {value!r:.100}")
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be a tensor on {device}, got one on {value.device}")
+    plain = value.layout == torch.strided and not value.is_nested
+    if not plain or (not torch.compiler.is_compiling() and value.is_neg()):
+        raise ValueError(
+            f"{name} must be a plain tensor, got a {'negated view' if plain else f'{value.layout} tensor'}"
+        )
 
 
 def as_float(name: str, value: Any, least: float = -math.inf) -> float:

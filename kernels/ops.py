@@ -189,11 +189,6 @@ def _choice() -> str:
 
 def _check_logits(name: str, logits: Tensor, *shapes: str, device: torch.device | None = None) -> None:
     check_tensor(name, logits, device)
-    plain = logits.layout == torch.strided and not logits.is_nested
-    if not plain or (not torch.compiler.is_compiling() and logits.is_neg()):
-        raise ValueError(
-            f"{name} must be a plain tensor, got a {'negated view' if plain else f'{logits.layout} tensor'}"
-        )
     dims = [len(shape.split(", ")) for shape in shapes]
     if logits.dtype not in FLOATS or logits.dim() not in dims or logits.shape[-1] == 0:
         raise ValueError(

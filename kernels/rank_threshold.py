@@ -29,6 +29,7 @@ def rank_threshold(logits: Tensor, scale: Tensor | None, top_k: Tensor | None, t
     return logits.new_tensor(found).view(logits.shape[:-1])
 
 
+@np.errstate(over="ignore")  # a logit that masks, times 1/T, is -inf; what is +inf is no distribution
 def _of_row(row: NDArray[Any], scale: float, top_k: int, top_p: float) -> float:
     """That of a row [V]."""
     size, peak = len(row), row.max()

@@ -262,7 +262,7 @@ def test_as_many_graphs_as_there_is_memory_for(warm: bool, caplog: pytest.LogCap
     assert llm.generate(prompts[1], engine.SamplingParams(max_new_tokens=30)).token_ids == outputs[1].token_ids
     assert graphs.enabled and graphs._max == len(graphs) == 2 and graphs.replays > replays + 5
     assert [r.message for r in caplog.records if "memory" in r.message] == [
-        "no memory for more than 2 CUDA graphs: those not used longest are forgotten"
+        "no memory for more CUDA graphs: all are forgotten, and at most 2 kept from now on"
     ]
 
 

@@ -78,6 +78,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("row_stats", dict(logits=LOGITS.to_sparse()), "logits must be a plain tensor, got a torch.sparse_coo tensor"),
     ("sample", dict(logits=torch.complex(LOGITS, LOGITS).conj().imag), "logits must be a plain tensor, got a negated view"),
     ("verify", dict(draft_logits=torch.nested.nested_tensor([DRAFTS[0]])), "draft_logits must be a plain tensor, got a "),
+    *((call, {name: torch.complex(torch.zeros(2), -torch.ones(2)).conj().imag}, f"{name} must be a plain tensor, got a negated")
+      for call in PLAIN for name in ("temperature", "top_p", "min_p")),
+    ("sample", dict(logit_bias=LOGITS[0, 0].to_sparse()), "logit_bias must be a plain tensor, got a torch.sparse_coo tensor"),
     ("verify", dict(method=np.array(["block"])), r"method must be one of rejection, .*, got array\(\['block'\]"),
     ("sample", dict(stream=torch.tensor(1)), "stream must be one of 0, 1, 2, 3"),
     ("sample", dict(stream=torch.tensor([1, 2])), "stream must be one of 0, 1, 2, 3"),

@@ -34,6 +34,15 @@ def test_the_largest_are_enough(vocab_size: int, spread: float, dtype: torch.dty
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("error")
+def test_logits_that_mask_may_overflow() -> None:
+    logits = torch.randn(2, 2 * _FEW, generator=torch.Generator().manual_seed(0))
+    logits[:, 10:] = torch.finfo(torch.float32).min
+    scale, top_p = torch.tensor([2.0, 50.0]), torch.tensor([0.9, 0.5])
+    expected = module._by_sorting(logits, scale, None, top_p)
+    torch.testing.assert_close(rank_threshold(logits, scale, None, top_p), expected, rtol=0, atol=0)
+
+
 def test_all_are_sorted_where_few_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a flat row top-p keeps more than the few; of ties behind the last of top-k, all."""
     logits = torch.zeros(3, 5 * _FEW)

@@ -290,6 +290,16 @@ def test_a_conversion_that_another_process_finished_first_is_kept(
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+def test_a_gguf_file_edited_in_place_is_converted_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another end of text, say, is a few bytes among the metadata in front, and changes no size."""
+    monkeypatch.setattr(conversion, "_convert", lambda path, dtype, folder, role: stand_in(folder))
+    before = conversion.converted(source, torch.bfloat16, "target")
+    with source.open("r+b") as file:
+        file.seek(123_457)
+        file.write(b"?")
+    assert conversion.converted(source, torch.bfloat16, "target") != before
+
+
 def test_gguf_is_converted_once_and_mended(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = []
 

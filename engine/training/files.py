@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from safetensors import SafetensorError
 from transformers import BatchEncoding
+
+from ..file_samples import digest_of
 
 WORK = "work"
 LOCK = "lock"
@@ -22,7 +25,6 @@ _HASHES = {  # among the settings, and what differs where they do
     "start_from_sha256": "the files of start_from",
 }
 _OF_CHECKPOINTS = (".json", ".safetensors", ".bin", ".gguf", ".model", ".jinja")
-_SAMPLE = 4096  # bytes
 
 
 @contextmanager
@@ -50,6 +52,8 @@ def no_room(file: Path) -> Iterator[None]:
     """What fails within is the writing of a file: say which, and that nothing is lost."""
     try:
         yield
+    except torch.OutOfMemoryError:  # is a RuntimeError, too
+        raise
     except (OSError, SafetensorError, RuntimeError) as error:
         raise OSError(
             f"{file} could not be written: {error}; what was written before is still there, and the same run goes on from it"
@@ -73,19 +77,14 @@ def settings_of(options: Mapping[str, Any], prompts: Sequence[Any]) -> dict[str,
 
 
 def checkpoint_digest(path: Path) -> str:
-    """A hash that tells whether a GGUF file, or the checkpoint in a folder, is still what it was: over names, sizes and 256 samples of
-    each file, as all of a large one would take minutes to read."""
+    """A hash that tells whether a GGUF file, or the checkpoint in a folder, is still what it was: over the names of its files and
+    `digest_of` each."""
     files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
     digest = hashlib.sha256()
     for file in sorted(files):
         if file.suffix not in _OF_CHECKPOINTS:
             continue
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as opened:
-            for place in range(0, size, max(_SAMPLE, size // 256)):
-                opened.seek(place)
-                digest.update(opened.read(_SAMPLE))
+        digest.update(f"{file.name}\n".encode() + digest_of(file))
     return digest.hexdigest()
 
 
