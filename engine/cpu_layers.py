@@ -85,7 +85,6 @@ class CpuLayerParts(WatchedModules):
     head_dim: int
     queries: int  # heads
     keys: int  # heads, and as many of values
-    scaling: float
     has_rope: bool
     projections: Product  # of queries, keys and values
     output: Product
@@ -114,7 +113,6 @@ class CpuLayerParts(WatchedModules):
             head_dim=attention.head_dim,
             queries=attention.q_proj.out_features // attention.head_dim,
             keys=attention.k_proj.out_features // attention.head_dim,
-            scaling=attention.scaling,
             has_rope=bool(getattr(attention, "use_rope", True)),
             projections=_product(attention.q_proj, attention.k_proj, attention.v_proj),
             output=_product(attention.o_proj),
@@ -127,6 +125,11 @@ class CpuLayerParts(WatchedModules):
             of_keys=_Norm.of(attention.k_norm) if normed else None,
             **cls.watch(layer),
         )
+
+    @property
+    def scaling(self) -> float:
+        scaling: Any = self.self_attn.scaling
+        return float(scaling)
 
     def layer(self, hidden: Tensor, position_embeddings: Any, mask: Any, cache: Any) -> Tensor:
         """What the whole layer makes of hidden states [B, W, H]."""

@@ -112,6 +112,12 @@ def check_supported(model: PreTrainedModel, role: str) -> None:
         )
     if (part := compiled_part(model)) is not None:
         raise UnsupportedModelError(compiled_reason(role, part))
+    for part, module in model.named_modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            raise UnsupportedModelError(
+                f"{role} must not be quantized dynamically by torch, got {part}: it scales all tokens of a call alike, so that "
+                f"logits depend on later tokens and on other rows"
+            )
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{role} must be a causal language model, got {type(model).__name__} without a head"

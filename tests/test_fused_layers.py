@@ -224,6 +224,16 @@ def test_another_weight_of_a_norm_is_used(tmp_path: Path, runs: list[int]) -> No
     assert runs
 
 
+def test_another_scale_of_attention_is_used(tmp_path: Path, runs: list[int]) -> None:
+    llm, prompt = loaded(tmp_path), random_prompts(1)[0]
+    before = llm.generate(prompt, engine.SamplingParams(max_new_tokens=12)).token_ids
+    for layer in llm.target_model.model.layers:
+        layer.self_attn.scaling = 3.0
+    runs.clear()
+    after = llm.generate(prompt, engine.SamplingParams(max_new_tokens=12)).token_ids
+    assert runs and after == greedy(llm.target_model, prompt, 12) != before
+
+
 def test_hidden_states_are_those_of_fused_layers(tmp_path: Path, runs: list[int]) -> None:
     llm = loaded(tmp_path, drafter=None)
     hidden = llm._target.keep_hidden_states([0, 1, 2])

@@ -194,6 +194,14 @@ def test_live_models_that_cannot_work_are_refused() -> None:
         engine.load(tiny("llama"), drafter=engine.DraftModel(spread))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layers_that_scale_all_tokens_of_a_call_alike_are_refused() -> None:
+    quantized = torch.ao.quantization.quantize_dynamic(tiny("llama", dtype=torch.float32), {torch.nn.Linear})
+    rule = r"must not be quantized dynamically by torch, got model.layers.0.self_attn.q_proj:"
+    with pytest.raises(engine.UnsupportedModelError, match=f"^target {rule}"):
+        engine.load(quantized)
+
+
 def test_an_unknown_architecture_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     granite = tiny("granite", num_key_value_heads=2)
     prompt = [5, 6, 7, 5, 6]
