@@ -45,6 +45,7 @@ def test_a_part_that_fails_leaves_its_traceback_and_stops_no_other() -> None:
     figures.measure({"before": fails, "fails": fails, "works": lambda: {"us": 2.0}})
     assert figures["before"] == {"us": 1.0} and figures["works"] == {"us": 2.0}
     assert figures["fails"]["error"] == "RuntimeError: out of luck" and "in fails" in figures["fails"]["traceback"]
+    assert str(Path(__file__).parent) not in figures["fails"]["traceback"]
     assert figures.failed == ["fails"]
     assert saved[0]["fails"] == {"error": UNFINISHED} and "works" not in saved[1] and saved[-1] == figures
 
