@@ -88,16 +88,17 @@ class _Race:
 def draw(weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int) -> Tensor:
     """One id per row with probability proportional to its weight: [N, V], seed and position [N] -> [N] int64.
 
-    In two levels: first a block of DRAW_BLOCK tokens by its mass, then a token inside it. This needs the noise of
-    one block's tokens instead of all. Where there is only one block, it draws the tokens of `draw_by_token`."""
+    The id is the argmax of weight / time, which is that of log weight + Gumbel noise. In two levels: first a block of DRAW_BLOCK
+    tokens by its mass, then a token inside it. This needs the noise of one block's tokens instead of all. Where there is only one
+    block, it draws the tokens of `draw_by_token`."""
     size = weights.shape[-1]
     if size <= DRAW_BLOCK:
-        return argmax(weights.log() + philox.race(seed, position, origin, stream, size))
+        return argmax(weights / philox.arrivals(seed, position, origin, stream, size))
     mass = _block_sums(weights)
-    noise = philox.gumbel(seed, position, origin, stream, mass.shape[-1], first=philox.BLOCK_LEVEL)
-    first = argmax(mass.log_() + noise) * DRAW_BLOCK
-    noise = philox.race(seed, position, origin, stream, DRAW_BLOCK, first)
-    return first + argmax(_block_at(weights, first).log() + noise)
+    times = philox.times(seed, position, origin, stream, mass.shape[-1], first=philox.BLOCK_LEVEL)
+    first = argmax(mass / times) * DRAW_BLOCK
+    arrivals = philox.arrivals(seed, position, origin, stream, DRAW_BLOCK, first)
+    return first + argmax(_block_at(weights, first) / arrivals)
 
 
 def _block_at(weights: Tensor, first: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ _MASK = 0xFFFFFFFF
 ROUNDS = 10
 UNIFORM_MAX = 1.0 - 2.0**-24  # the largest float32 below 1
 
+FEW = 32  # counters, for which the calls of numpy would cost more than the arithmetic
 AT_ONCE = 8192  # counters, of about 100 bytes each: they stay in a cache of a core
 # For `_words_at_once`. Numbers are arrays here because these cost less in each call. Each constant is a pair for the two halves
 # of a round, which change places from one round to the next: shifts of the seed and what is added to them for the key, and
@@ -93,6 +94,8 @@ def _words_in_numpy(seed: NDArray[np.int64], counter: Sequence[Array]) -> NDArra
     """`_words`, at once or, where there are many, in parts that stay in the cache."""
     shape = np.broadcast(seed, *counter).shape
     size = math.prod(shape)
+    if size <= FEW:
+        return _words_of_few(seed, counter, shape)
     if size <= AT_ONCE:
         return _words_at_once(seed, counter, shape)
     axis = next(axis for axis in range(-len(shape), 0) if shape[axis] > 1)
@@ -106,6 +109,25 @@ def _words_in_numpy(seed: NDArray[np.int64], counter: Sequence[Array]) -> NDArra
         )
         result[(*part, slice(None))] = _words_in_numpy(next(inputs), tuple(inputs))
     return result
+
+
+def _words_of_few(seed: NDArray[np.int64], counter: Sequence[Array], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """`_words` on large ints, each of which holds a number of every counter in 64 bits of its own: one operation of Python is one
+    of all of them. No product carries from one number into the next."""
+    inputs = np.empty((5, *shape), dtype="<i8")
+    inputs[0], inputs[1], inputs[2], inputs[3], inputs[4] = *counter, seed
+    size = 8 * math.prod(shape)
+    data = inputs.tobytes()
+    c0, c1, c2, c3, keys = (int.from_bytes(data[i * size : (i + 1) * size], "little") for i in range(5))
+    ones = int.from_bytes(b"\1\0\0\0\0\0\0\0" * (size // 8), "little")
+    mask, weyl_0, weyl_1 = ones * _MASK, ones * WEYL_0, ones * WEYL_1
+    c0, c1, c2, c3, k0, k1 = c0 & mask, c1 & mask, c2 & mask, c3 & mask, keys & mask, keys >> 32 & mask
+    for _ in range(ROUNDS):
+        low, high = c0 * MUL_0, c2 * MUL_1
+        c0, c1, c2, c3 = (high >> 32 & mask) ^ c1 ^ k0, high & mask, (low >> 32 & mask) ^ c3 ^ k1, low & mask
+        k0, k1 = k0 + weyl_0 & mask, k1 + weyl_1 & mask
+    words = bytearray().join(word.to_bytes(size, "little") for word in (c0, c1, c2, c3))
+    return np.frombuffer(words, dtype="<i8").reshape(4, *shape).transpose(*range(1, len(shape) + 1), 0)
 
 
 def _words_at_once(seed: NDArray[np.int64], counter: Sequence[Array], shape: tuple[int, ...]) -> NDArray[np.int64]:
@@ -160,20 +182,20 @@ def exponential(bits: Array) -> Tensor:
     return uniform_from_bits(bits).neg_().log1p_().neg_()
 
 
-def gumbel(
+def times(
     seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int, count: int, first: Tensor | int = 0
 ) -> Tensor:
-    """Standard Gumbel noise for `count` tokens from `first` on, -log of exponentially distributed numbers.
+    """Exponentially distributed times of mean 1 for `count` tokens from `first` on. -log of them is standard Gumbel noise.
 
     Args:
         seed, position, origin, stream: [...] int64, broadcast against each other.
         first: int, or [...] int64 of the same shape; a multiple of 4.
 
     Returns:
-        [..., count] float32.
+        [..., count] float32, above 0.
     """
     words = _words_from(seed, position, origin, stream, (first, 4, 0, (count + 3) // 4))
-    return exponential(words.reshape(*words.shape[:-2], 4 * words.shape[-2])[..., :count]).log_().neg_()
+    return exponential(words.reshape(*words.shape[:-2], 4 * words.shape[-2])[..., :count])
 
 
 def first_arrivals(
@@ -195,17 +217,17 @@ def first_arrivals(
     return exponential(words[..., 0]).div_(GROUP), _tensor(words[..., 1] % GROUP)
 
 
-def race(
+def arrivals(
     seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int, count: int, first: Tensor | int = 0
 ) -> Tensor:
-    """Standard Gumbel noise for `count` tokens from `first` on, as a race has it (see `first_arrivals`).
+    """When `count` tokens from `first` on arrive in a race (see `first_arrivals`). -log of that is their Gumbel noise.
 
     Args:
         seed, position, origin, stream: [...] int64, broadcast against each other.
         first: int, or [...] int64 of the same shape; a multiple of GROUP.
 
     Returns:
-        [..., count] float32.
+        [..., count] float32, above 0.
     """
     groups = (count + GROUP - 1) // GROUP
     tokens = groups * GROUP // 4
@@ -213,7 +235,14 @@ def race(
     numbers = exponential(words)
     time, place = numbers[..., tokens:, :1] / GROUP, _tensor(words[..., tokens:, 1:2] % GROUP)
     later = numbers[..., :tokens, :].reshape(*numbers.shape[:-2], groups, GROUP)
-    return later.scatter_(-1, place, 0).add_(time).log_().neg_().flatten(-2)[..., :count]
+    return later.scatter_(-1, place, 0).add_(time).flatten(-2)[..., :count]
+
+
+def race(
+    seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int, count: int, first: Tensor | int = 0
+) -> Tensor:
+    """The same as Gumbel noise, -log of the times: [..., count] float32."""
+    return arrivals(seed, position, origin, stream, count, first).log_().neg_()
 
 
 def _tensor(values: Array) -> Tensor:
