@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from engine.whole_files import written_whole
+
 
 def check_out(file: Path) -> None:
     """Look whether a file can be written there; what is there is left as it is.
@@ -37,6 +39,5 @@ def check_out_folder(folder: Path) -> None:
 
 def write_whole(file: Path, text: str) -> None:
     """So that the file appears whole or not at all; what was there before stays until then."""
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    with written_whole(file) as (partial,):
+        partial.write_text(text, encoding="utf-8")

@@ -1,8 +1,6 @@
 """Checkpoints of learned drafters: a folder with a config.json and weights, whose tensors must be the expected ones."""
 
 import json
-import os
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..model import RaggedModel
+from ..whole_files import written_whole
 
 _LISTED = 24  # tensors that a message lists; a whole model has hundreds
 # What trainers (transformers, accelerate) leave beside the weights.
@@ -129,19 +128,9 @@ def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[s
     whole = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     dtype = next((str(value.dtype) for value in whole.values() if value.is_floating_point()), "")
     config = {key: dtype.removeprefix("torch.") if key in ("dtype", "torch_dtype") else config[key] for key in config}
-    new = {folder / file_name: folder / f".{file_name}.new", folder / "config.json": folder / ".config.json.new"}
-    weights, text = new.values()
-    try:
+    with written_whole(folder / file_name, folder / "config.json") as (weights, text):
         save_file(whole, weights, metadata={"format": "pt"})
         text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        shutil.copymode(text, weights)  # safetensors 0.8 makes files that their owner alone can read
-        for place, complete in new.items():
-            os.replace(complete, place)
-    except SafetensorError as error:  # its own kind of error for a full disk
-        raise OSError(f"{folder / file_name} could not be written: {error}") from error
-    finally:
-        for complete in new.values():
-            complete.unlink(missing_ok=True)
 
 
 def check_made_for(target: RaggedModel, source: Any, hidden_size: int, vocab_size: int | None) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import BatchEncoding
 
 from ..file_samples import digest_of
+from ..whole_files import written_whole
 
 WORK = "work"
 LOCK = "lock"
@@ -35,16 +35,8 @@ def replacing(file: Path) -> Iterator[Path]:
         OSError: if it cannot be written; what was at `file` is still there. safetensors and torch have errors of their own
             for a full disk; they become OSErrors here.
     """
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        with no_room(file):
-            partial.touch()
-            mode = partial.stat().st_mode
-            yield partial
-            partial.chmod(mode)  # safetensors 0.8 makes files that their owner alone can read
-            os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
+    with no_room(file), written_whole(file) as (partial,):
+        yield partial
 
 
 @contextmanager
