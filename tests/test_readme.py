@@ -14,7 +14,15 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "bench" / "results"
 HEAD = "eagle3-SmolLM2-135M-Instruct"
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("|")]
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of all rows of all tables."""
+    lines = (line.strip() for line in text.splitlines())
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line.startswith("|")]
+
+
+ROWS = rows_of(TEXT)
 
 
 def cells(label: str, number: int = 0) -> list[str]:
@@ -23,22 +31,37 @@ def cells(label: str, number: int = 0) -> list[str]:
     return found[number]
 
 
-def measured(folder: str, method: str) -> dict[str, str]:
+def measured(folder: str, method: str, category: str = "all") -> dict[str, str]:
     """The figures of a method over all prompts in a run's table.md, by the names of their columns."""
-    lines = [line.strip("| ").split(" | ") for line in (RESULTS / folder / "table.md").read_text("utf-8").splitlines()]
+    lines = rows_of((RESULTS / folder / "table.md").read_text(encoding="utf-8"))
     names = next(line for line in lines if line[0] == "category")
-    return dict(zip(names, next(line for line in lines if line[:2] == ["all", method]), strict=True))
+    found = dict(zip(names, next(line for line in lines if line[:2] == [category, method]), strict=True))
+    parts = next((line for line in lines if line[0] == method), None)  # times of a round; not of slots
+    names = next((line for line in lines if line[0] == "method"), [])
+    return found | dict(zip(names, parts or [], strict=False))
 
 
 def figures(name: str) -> Any:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
-def test_every_file_and_heading_that_is_linked_exists() -> None:
-    links = re.findall(r"\]\((?!http)([^)]+)\)", TEXT)
-    assert len(links) > 30
-    headings = {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", TEXT, re.M)}
-    assert [link for link in links if not (link[1:] in headings if link[0] == "#" else (ROOT / link).exists())] == []
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "CHANGELOG.md",
+        "kernels/README.md",
+        f"engine/heads/{HEAD}/README.md",
+        "recipes/smollm2_135m_instruct/README.md",
+    ],
+)
+def test_every_file_and_heading_that_is_linked_exists(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!http)([^)]+)\)", text)
+    assert len(links) > 30 or name != "README.md"
+    headings = {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.M)}
+    folder = (ROOT / name).parent
+    assert [link for link in links if not (link[1:] in headings if link[0] == "#" else (folder / link).exists())] == []
 
 
 @pytest.mark.parametrize(
@@ -53,11 +76,44 @@ def test_every_file_and_heading_that_is_linked_exists() -> None:
 )
 def test_drafters(label: str, number: int, method: str) -> None:
     found = measured("throughput_cpu", method)
-    median, mean, worst, to_plain, tokens, _, outside = cells(label, number)
-    assert [median, mean, worst] == [found["median"], found["mean"], found["worst"]]
-    if to_plain:
-        assert to_plain == f"{found['median to our plain']}, {found['worst to our plain']}"
-    assert tokens == found["tokens per target call"] and re.fullmatch(r"\d+%", outside)
+    draft, verify, overhead = (float(found[f"{part}, ms"]) for part in ("draft", "verify", "overhead"))
+    drafting, outside = draft / (draft + verify + overhead), float(found["outside forwards"].rstrip("%")) / 100
+    is_plain = method == "ours plain"
+    assert cells(label, number) == [
+        *(found[name] for name in ("median", "mean", "worst")),
+        "" if is_plain else f"{found['median to our plain']}, {found['worst to our plain']}",
+        found["tokens per target call"],
+        "" if is_plain else f"{drafting:.0%}",
+        f"{outside:.0%}",
+    ]
+
+
+PROCESSORS = [
+    *("throughput_cpu", "throughput_compiled_cpu", "throughput_epyc_cpu", "throughput_epyc_compiled_cpu"),
+    "throughput_avx2_cpu",
+]
+
+
+@pytest.mark.parametrize("folder", PROCESSORS)
+def test_processors(folder: str) -> None:
+    at = next(i for i, row in enumerate(ROWS) if row[0] == "processor")
+    first = next(i for i, row in enumerate(ROWS) if i > at and f"[{folder}]" in row[-1])
+    rows = {row[1]: row[2:5] for row in ROWS[first : first + 4]}
+    if "compiled" in folder:
+        rows.popitem()  # of the next processor: `transformers` has no row of its own there
+    names = {
+        "`transformers` plain": "transformers plain",
+        "ours, plain": "ours plain",
+        '`"ngram"`': "ours ngram K=auto",
+        "n-gram or else the head": f"ours ngram+{HEAD} K=auto",
+    }
+    assert len(rows) == 3 + ("compiled" not in folder)
+    for label, (against_others, to_plain, tokens) in rows.items():
+        found = measured(folder, names[label])
+        drafts, ours = "K=" in names[label], "ours" in names[label]
+        assert against_others == (", ".join(found[name] for name in ("median", "mean", "worst")) if ours else "")
+        assert to_plain == (f"{found['median to our plain']}, {found['worst to our plain']}" if drafts else "")
+        assert abs(float(tokens) - float(found["tokens/s"])) < 0.551  # rounded twice
 
 
 @pytest.mark.parametrize(
@@ -76,6 +132,62 @@ def test_drafters(label: str, number: int, method: str) -> None:
 def test_throughput_against_others(label: str, number: int, method: str) -> None:
     found = measured("throughput_cpu", method)
     assert cells(label, number) == [found[name] for name in ("median", "mean", "worst", "tokens per target call")]
+
+
+@pytest.mark.parametrize(
+    ("label", "method"),
+    [
+        ("`transformers`, prompt lookup", "transformers lookup K=5"),
+        ("flashspec, prompt lookup", "flashspec lookup K=5"),
+        ("economize, prompt lookup", "economize lookup K=5"),
+        ("ours, n-gram", "ours ngram K=5"),
+        ("ours, n-gram or else the head", f"ours ngram+{HEAD} K=5"),
+    ],
+)
+def test_throughput_against_others_on_the_epyc(label: str, method: str) -> None:
+    found = measured("throughput_epyc_cpu", method)
+    assert cells(label, -1) == [found[name] for name in ("median", "mean", "worst")]
+
+
+@pytest.mark.parametrize(("label", "folder"), [("8 slots", "slots_cpu"), ("calls of 8", "batch_cpu")])
+def test_many_prompts(label: str, folder: str) -> None:
+    """All their tokens over all seconds."""
+    methods = ("transformers plain", "ours plain", "ours ngram K=auto", f"ours ngram+{HEAD} K=auto")
+    others, *ours = (float(measured(folder, method, "mixed")["tokens/s"]) for method in methods)
+    for cell, tokens in zip(cells(label), ours, strict=False):
+        assert abs(float(cell.rstrip("x")) - tokens / others) < 0.006
+
+
+@pytest.mark.parametrize(
+    ("label", "folder", "method"),
+    [
+        ('temperature 0.7, `rejection`, `"auto"`', "drafters_cpu_sampled", f"ours ngram+{HEAD} K=auto"),
+        ('temperature 0.7, `block`, `"auto"`', "drafters_cpu_sampled", f"ours ngram+{HEAD} K=auto block"),
+        ('temperature 0.7, top-p 0.9, `rejection`, `"auto"`', "sampled_top_p_cpu", f"ours ngram+{HEAD} K=auto"),
+        ('temperature 0.7, top-p 0.9, `block`, `"auto"`', "sampled_top_p_cpu", f"ours ngram+{HEAD} K=auto block"),
+        ("`transformers`, prompt lookup, with these settings", "sampled_top_p_cpu", "transformers lookup K=5"),
+    ],
+)
+def test_sampled_drafts(label: str, folder: str, method: str) -> None:
+    found = measured(folder, method)
+    assert cells(label)[:3] == [found[name] for name in ("median", "mean", "worst")]
+
+
+def test_fixed_drafts() -> None:
+    found = [measured("draft_length_cpu", f"ours ngram+{HEAD} K={k}") for k in (1, 2, 3, 4, 6)]
+    columns = [", ".join(each[name] for each in found) for name in ("median", "mean", "worst")]
+    assert cells("greedy, K = 1, 2, 3, 4, 6")[:3] == columns
+
+
+@pytest.mark.parametrize(
+    ("folder", "drafter"), [("layer_skip_cpu", "layer_skip:20"), ("medusa_cpu", "medusa-2-epochs")]
+)
+def test_drafters_that_do_not_pay(folder: str, drafter: str) -> None:
+    two, auto = (measured(folder, f"ours {drafter} K={k}") for k in ("2", "auto"))
+    row = next(row for row in ROWS if f"[{folder}]" in row[-1])
+    assert row[1] == two["acceptance by position"].split()[0].lstrip("0")
+    assert row[2] == f"{two['median to our plain']} of our plain"
+    assert row[3] == f"{auto['median to our plain']} of our plain, at worst {auto['worst to our plain']}"
 
 
 def test_the_demo() -> None:
