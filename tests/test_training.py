@@ -215,7 +215,7 @@ def test_what_other_servers_load_is_what_is_trained_by_default(tmp_path: Path) -
         "architectures": ["LlamaForCausalLM"],
     }
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
-    assert "vLLM, load it as it is." in (out / "README.md").read_text()
+    assert "vLLM, should load it as it is." in (out / "README.md").read_text()
     drafted, llm = texts_of(target, out)
     assert llm.drafter.layers == (2, 3, 4)
     assert drafted == texts_of(target, None)[0]

@@ -50,5 +50,5 @@ def card(
 def _who_loads_it(options: TrainingOptions, num_target_layers: int) -> tuple[str, str]:
     reasons = for_this_engine_alone(options.layers, num_target_layers, options.freeze_head)
     if not reasons:
-        return "It is in the speculators format; others that read it, such as vLLM, load it as it is.", ""
+        return "It is in the speculators format; others that read it, such as vLLM, should load it as it is.", ""
     return f"It is in the speculators format, but for this engine alone: {'; '.join(reasons)}.", ""
