@@ -81,7 +81,12 @@ Exact = Annotated[
         show_default="exact on a GPU only",
     ),
 ]
-MaxBatchSize = Annotated[int, _option("--max-batch-size", help="Prompts that decode together.", panel=MODEL)]
+MaxBatchSize = Annotated[
+    int | None,
+    _option(
+        "--max-batch-size", help="Prompts that decode together.", panel=MODEL, show_default="8, or all there are if fewer"
+    ),
+]
 MaxLength = Annotated[
     int | None,
     _option(

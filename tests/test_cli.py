@@ -125,6 +125,15 @@ def test_generate_json(engines: list[FakeEngine], capsys: pytest.CaptureFixture[
     assert records[0]["stats"]["acceptance_rate"] == 0.5
 
 
+@pytest.mark.parametrize(("options", "rows"), [([], 2), (["c"] * 9, 8), (["--max-batch-size", "4"], 4)])
+def test_generate_takes_no_more_rows_than_prompts_unless_told(
+    engines: list[FakeEngine], options: list[str], rows: int
+) -> None:
+    """An exact call computes all rows that there may be."""
+    assert cli.main(["generate", "-t", "model", "a", "b", *options]) == 0
+    assert engines[0].options["max_batch_size"] == rows
+
+
 def test_logprobs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["generate", "-t", str(checkpoint), "--max-length", "64", "-n", "5", "ab"]
     assert cli.main([*asked, "--json", "--logprobs"]) == 0 and cli.main([*asked, "--json"]) == 0
