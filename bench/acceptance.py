@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from bench.out_file import check_out
+from bench.out_file import check_out, write_whole
 from bench.report import environment
 from bench.throughput.options import by_name
 from bench.throughput.prompts import OWN_PROMPTS, cut, read_prompts, render
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             **found,
             "environment": environment(llm.target_model.device.type),
         }
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_whole(options.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     import torch
 
-    from bench.out_file import check_out
+    from bench.out_file import check_out, write_whole
     from bench.report import environment
 
     about = environment("cuda" if torch.cuda.is_available() else "cpu")
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name, spec in specs.items()
         }
         text = {"prompt": PROMPT, "environment": about, "contenders": told, **result, "runs": found}
-        options.out.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+        write_whole(options.out, json.dumps(text, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,10 @@ Exact = Annotated[
 MaxBatchSize = Annotated[
     int | None,
     _option(
-        "--max-batch-size", help="Prompts that decode together.", panel=MODEL, show_default="8, or all there are if fewer"
+        "--max-batch-size",
+        help="Prompts that decode together.",
+        panel=MODEL,
+        show_default="8, or all there are if fewer",
     ),
 ]
 MaxLength = Annotated[

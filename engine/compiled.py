@@ -76,6 +76,8 @@ def compile_now(target: "RaggedModel") -> None:
         target.compiled = compiled
         try:
             logits = call().float()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             raise EngineError(
                 f"the target could not be compiled, which takes a C++ compiler and Python's headers: {error}"

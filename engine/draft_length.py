@@ -1,13 +1,13 @@
 """How many tokens to draft in a round: what the server asks, and a fixed number; `adaptive_length.py` has "auto"."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from .state import Proposal
 
 
-class DraftLength(Protocol):
-    """Says how many tokens to draft, and is told what came of it; whoever inherits need not learn from that.
+class DraftLength(ABC):
+    """Says how many tokens to draft, and is told what came of it, from which it need not learn.
 
     Attributes:
         num_draft_tokens: at most so many.
@@ -15,6 +15,7 @@ class DraftLength(Protocol):
 
     num_draft_tokens: int
 
+    @abstractmethod
     def choose(
         self, rows: Sequence[int], room: int, ends_early: bool = False, remaining: Sequence[int] | None = None
     ) -> int:
@@ -28,9 +29,11 @@ class DraftLength(Protocol):
         """
 
     @property
+    @abstractmethod
     def possible(self) -> list[int]:
         """All numbers that `choose` may return where there is room."""
 
+    @abstractmethod
     def trim(self, proposal: Proposal, rows: Sequence[int], first: int = 0) -> Proposal:
         """The part of a proposal that is worth verifying. It looks at the proposal's values, which is free on a CPU only.
 

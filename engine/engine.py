@@ -13,7 +13,7 @@ from .compiled import compile_now
 from .config import EngineConfig, SamplingParams, check_bool, check_ints
 from .detokenize import whole_text
 from .draft_length import DraftLength, FixedLength
-from .drafters.base import Drafter, stages_of
+from .drafters.base import Drafter, model_of, stages_of
 from .errors import EngineError, InvalidLogitsError
 from .generation_config import eos_token_ids, repetition_penalty, warn_of_not_applied
 from .live_models import make_ready, work_of
@@ -56,8 +56,9 @@ class Engine:
         parts = [drafter, *getattr(drafter, "stages", ())]
         parts += [getattr(part, "drafter", None) for part in parts]  # a staged draft model's own
         self._attached = [part for part in parts if hasattr(part, "attach") or getattr(part, "keeps_rows", False)]
+        self._attachment = object()  # not the target: a drafter may outlive its engine, whose memory it is not to hold
         for part in self._attached:
-            part.attached_to = self._target
+            part.attached_to = self._attachment
         self.max_length = config.max_length or self._target.context_length
         self.stats = Stats()
         self._requests = RequestMaker(
@@ -269,7 +270,7 @@ class Engine:
             EngineError: if its drafter serves another engine by now, or the target has been moved or compiled.
         """
         for part in self._attached:
-            if part.attached_to is not self._target:
+            if part.attached_to is not self._attachment:
                 raise EngineError(
                     f"the {type(part).__name__} of this engine has been attached to another engine since, and keeps one "
                     f"engine's texts only: give each engine a drafter object of its own"
@@ -278,9 +279,8 @@ class Engine:
                 restore()
         make_ready(self._target)
         if self._target.graphs.enabled:
-            drafting = (getattr(stage, "ragged", None) for stage in stages_of(self.drafter))
-            live = [self._target, *(each for each in drafting if isinstance(each, RaggedModel))]
-            self._target.graphs.follow(work_of(each.model for each in live))
+            live = [self._target, *map(model_of, stages_of(self.drafter))]
+            self._target.graphs.follow(work_of(each.model for each in live if each is not None))
 
     def _output(self, request: Request) -> Output:
         assert request.finish_reason is not None

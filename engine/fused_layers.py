@@ -100,21 +100,14 @@ class _Fused(nn.Module):
 
     parts: Any
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        position_embeddings: Any = None,
-        **others: Any,
-    ) -> Tensor:
-        cache = others.get("cache", others.get("past_key_values"))  # its name from transformers 5.24 on, and before
-        parts = usable_parts(self, cache)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Models of transformers give their layers the hidden states by position and all else by name."""
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name from transformers 5.24 on, and before
+        parts = usable_parts(self, cache) if len(args) == 1 else None
         if parts is None:
-            output: Tensor = super().forward(
-                hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **others
-            )
+            output: Tensor = super().forward(*args, **kwargs)
             return output
-        hidden: Tensor = parts.layer(hidden_states, position_embeddings, attention_mask, cache)
+        hidden: Tensor = parts.layer(args[0], kwargs.get("position_embeddings"), kwargs.get("attention_mask"), cache)
         return hidden
 
     def __reduce__(self) -> Any:  # its class is in no module where pickle would find it

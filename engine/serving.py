@@ -13,11 +13,11 @@ import torch
 
 from .config import EngineConfig, SamplingParams
 from .draft_length import DraftLength
-from .drafters.base import stages_of
+from .drafters.base import model_of, stages_of
 from .graphs import on_device
 from .huge_pages import huge_pages_for
 from .metrics import RoundClock, Stats
-from .model import PREFILL_WIDTH, RaggedModel
+from .model import PREFILL_WIDTH
 from .parallel import Ranks
 from .results import Launched, PromptsRead, Results
 from .round import Round
@@ -124,7 +124,7 @@ class Server:
         for number in drafts:
             rounds += 4 * [number]  # in the first of them, a drafter may have more to read than in the others
         stages = [stage for stage in stages_of(self._round.drafter) if not getattr(stage, "reads_own_texts", False)]
-        reads = any(isinstance(getattr(stage, "ragged", None), RaggedModel) for stage in stages)
+        reads = any(model_of(stage) is not None for stage in stages)
         if 0 in possible and reads:
             # What a model that drafts has to make up for is another graph behind one round without drafts, ...
             rounds += 2 * [each for number in drafts for each in (0, number)]
@@ -155,7 +155,7 @@ class Server:
                     self._round.target.prefill(tokens, [(0, width)], rows)
                     state = replace(self._slots.select(rows, [request]), prompt_lengths=(min(width + 1, most),))
                     for stage in stages_of(self._round.drafter):
-                        if isinstance(getattr(stage, "ragged", None), RaggedModel):
+                        if model_of(stage) is not None:
                             stage.prefill(state)
 
     def _begin(self, requests: list[Request]) -> None:

@@ -66,7 +66,7 @@ class Slots:
             return
         self._round.graphs.clear()
         cache = self._round.target.cache
-        if cache.capacity:  # growing copies, so not each time a little
+        if 0 < cache.capacity < length:  # growing copies, so not each time a little
             length = min(max(length, cache.capacity * 5 // 4), self.state.tokens.shape[1] - 1)
         cache.reserve(length)
         if (reserve := getattr(self._round.drafter, "reserve", None)) is not None:

@@ -144,9 +144,8 @@ class BatchState:
 
     def commit(self, verdict: Verdict) -> None:
         """Append the verdict's tokens [B, K+1] to the active rows, in place; none beyond a row's limit."""
-        position = self.position[:, None]
-        column = torch.arange(verdict.tokens.shape[1], device=self.tokens.device)
+        position = self.position[:, None] + torch.arange(verdict.tokens.shape[1], device=self.tokens.device)
         stands = (verdict.tokens >= 0) & (position < self.limits[:, None])
         trash = self.tokens.shape[1] - 1
-        self.tokens.scatter_(1, (position + column).where(stands, trash), verdict.tokens)
+        self.tokens.scatter_(1, position.where(stands, trash), verdict.tokens)
         self.seq_lens.add_(stands.sum(dim=1))

@@ -93,7 +93,7 @@ class FBGEMM:
             wide = wide / self._scale
         # FBGEMM takes 3 to 6 rows at a time, and one or two that are left over by kernels that sum in another order.
         if rows > 6 and (left := rows % 6) in (1, 2):
-            output = self._product(pad(wide.view(rows, -1), (0, 0, 0, 3 - left)))[:rows]
+            output = self._product(pad(wide.reshape(rows, -1), (0, 0, 0, 3 - left)))[:rows]
             return output.view(*input.shape[:-1], -1).to(self._dtype)
         return self._product(wide).to(self._dtype)
 

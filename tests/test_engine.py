@@ -30,6 +30,7 @@ from engine.backend import row_stats
 from engine.detokenize import TextStream, decode, whole_text
 from engine.metrics import Stats
 from engine.scheduler import PREFILL_TOKENS, Request, prefill_chunk
+from engine.state import BatchState, Verdict
 
 TOKENIZER = byte_tokenizer()
 SPACE_AND_MORE = 257  # in some tests a space and the first of three bytes of a character
@@ -921,6 +922,46 @@ def test_a_drafter_serves_the_engine_that_it_was_attached_to_last(target: PreTra
         with pytest.raises(engine.EngineError, match=r"DraftModel .* has been attached to another engine since"):
             call([3, 4, 5], _params(4))
     assert second.generate([3, 4, 5], _params(4)).token_ids == expected
+
+
+def test_a_drafter_does_not_hold_the_memory_of_an_engine_that_is_gone() -> None:
+    drafter = engine.SuffixDrafter()
+    llm = engine.load(tiny("llama"), drafter=drafter)
+    llm.generate([3, 4, 5], _params(4))
+    model, cache = weakref.ref(llm.target_model), weakref.ref(llm._target.cache)
+    del llm
+    gc.collect()
+    assert model() is None and cache() is None
+    assert engine.load(tiny("gpt2"), drafter=drafter).generate([3, 4, 5], _params(4)).token_ids
+
+
+def test_the_cache_grows_no_further_where_a_drafter_finds_no_memory(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine.load(target, drafter="ngram")
+
+    def reserve(length: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(llm.drafter, "reserve", reserve, raising=False)
+    capacities = set()
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            llm.generate([3, 4, 5], _params(4))
+        capacities.add(llm._target.cache.capacity)
+    assert len(capacities) == 1
+    monkeypatch.undo()
+    assert llm.generate([3, 4, 5], _params(4)).token_ids == greedy(target, [3, 4, 5], 4)
+
+
+def test_no_token_is_committed_beyond_a_limit() -> None:
+    state = BatchState.allocate(2, 20, torch.device("cpu"))
+    state.seq_lens.fill_(3)
+    state.limits.copy_(torch.tensor([5, 20]))
+    state.active.fill_(True)
+    state.commit(Verdict(torch.tensor([[7, 8, 9], [7, 8, -1]]), torch.tensor([2, 1]), torch.zeros(2)))
+    assert state.seq_lens.tolist() == [4, 5]
+    assert state.tokens[:, 4:7].tolist() == [[7, 0, 0], [7, 8, 0]]
 
 
 def test_a_target_in_training_mode_is_set_right() -> None:

@@ -122,6 +122,16 @@ def test_calls_of_others_run_the_modules(tmp_path: Path, runs: list[int]) -> Non
     assert runs
 
 
+def test_a_layer_can_be_called_by_position(tmp_path: Path, runs: list[int]) -> None:
+    fused = loaded(tmp_path).target_model.model.layers[0]
+    own = tiny("llama", dtype=torch.float32).model
+    hidden, places = torch.randn(1, 3, 32), torch.arange(3)[None]
+    with torch.no_grad():
+        given = (hidden, None, places, None, False, own.rotary_emb(hidden, places))
+        torch.testing.assert_close(fused(*given), own.layers[0](*given), rtol=1e-4, atol=1e-4)
+    assert not runs
+
+
 @pytest.mark.parametrize(
     "inside", ["self_attn", "self_attn.q_proj", "mlp", "mlp.up_proj", "mlp.act_fn", "input_layernorm"]
 )

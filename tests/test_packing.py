@@ -56,6 +56,12 @@ def test_bfloat16_of_any_size_in_float16(scale: float, with_bias: bool, fbgemm: 
     torch.testing.assert_close(packed.multiply(x).double(), expected, rtol=2**-8, atol=1e-5 * scale)
 
 
+def test_an_input_that_is_permuted(fbgemm: type[FBGEMM]) -> None:
+    torch.manual_seed(0)
+    packed, x = fbgemm(torch.randn(16, 64).bfloat16(), None), torch.randn(7, 2, 64).bfloat16().transpose(0, 1)
+    torch.testing.assert_close(packed.multiply(x), packed.multiply(x.contiguous()), rtol=0, atol=0)
+
+
 @pytest.fixture
 def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that has no instructions for bfloat16."""

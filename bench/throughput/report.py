@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from bench.markdown import table
+from bench.out_file import write_whole
 from bench.throughput import plots
 from bench.throughput.records import TABLE, read_records, read_run
 from bench.throughput.summary import overall, summarize
@@ -29,7 +30,7 @@ def write_report(folder: Path) -> str:
         drawn = plots.draw_all(summaries, relative_to, folder)
     else:
         notes.append(plots.MISSING)
-    (folder / TABLE).write_text(markdown(run, folder.name, summaries, drawn, notes), encoding="utf-8")
+    write_whole(folder / TABLE, markdown(run, folder.name, summaries, drawn, notes))
     lines = []
     for contest, found in summaries.items():
         lines += ["", contest.label, "", *table(HEADER[1:], [cells(summary)[1:] for summary in overall(found)])]

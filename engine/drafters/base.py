@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
+from ..model import RaggedModel
 from ..state import BatchState, Proposal, Verdict
 
 
@@ -15,7 +16,7 @@ class Drafter(Protocol):
 
     - `attach(target: RaggedModel)`: called once for each engine that is made with the drafter, before all else. The place to ask
       for hidden states of the target (`target.keep_hidden_states`). A drafter that has it serves the engine that it was attached to
-      last, whose target the engine notes as its attribute `attached_to`.
+      last, which the engine notes by its attribute `attached_to`.
     - `keeps_rows = True`: it has no `attach`, but keeps something for each row, and so serves one engine likewise, the last one
       that was made with it.
     - `restore()`, beside `attach`: called before each generation, to undo what an interrupted one has left in the target.
@@ -61,3 +62,9 @@ def stages_of(drafter: Any) -> tuple[Any, ...]:
     """Those of a cascade, or the drafter itself."""
     stages: tuple[Any, ...] = getattr(drafter, "stages", (drafter,))
     return stages
+
+
+def model_of(stage: Any) -> RaggedModel | None:
+    """The model of its own that a drafter runs, one with a cache; None: it has none."""
+    ragged = getattr(stage, "ragged", None)
+    return ragged if isinstance(ragged, RaggedModel) else None

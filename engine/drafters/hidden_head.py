@@ -12,7 +12,7 @@ from ..model import RaggedModel
 from ..packing import pack_linears
 from ..state import BatchState, Proposal, Verdict
 from .head_files import HeadFiles, check_made_for, read_head
-from .proposals import drawn, likeliest
+from .proposals import drafts_of
 
 
 class HeadModel(nn.Module):
@@ -103,5 +103,5 @@ class HiddenHeadDrafter:
     def _draw(self, state: BatchState, logits: Tensor, step: int) -> Proposal:
         """Drafts from rows [B, W, V], the first of which is for draft number `step`."""
         can_draft = (state.seq_lens > 0)[:, None]
-        proposal = likeliest(logits) if self.greedy or state.all_greedy else drawn(state, logits, step)
+        proposal = drafts_of(state, logits, step, self.greedy or state.all_greedy)
         return proposal._replace(tokens=proposal.tokens.where(can_draft, -1))

@@ -13,7 +13,7 @@ from ..model import RaggedModel
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
 from ..support import TESTED
-from .proposals import drawn, likeliest, side_by_side
+from .proposals import drafts_of, side_by_side
 
 
 class LayerSkipDrafter:
@@ -96,7 +96,7 @@ class LayerSkipDrafter:
                 length = state.max_text_length + step
                 logits = self.target.call(tokens.clamp(min=0), start, inside, state.rows, length, keep_hidden=False)
                 logits = penalise_drafter(logits, state, [each.tokens for each in steps])
-                steps.append(likeliest(logits) if self.greedy else drawn(state, logits, step))
+                steps.append(drafts_of(state, logits, step, self.greedy))
                 tokens = steps[-1].tokens
         return side_by_side(steps)
 

@@ -12,7 +12,7 @@ from ..graphs import bucket
 from ..model import RaggedModel, last_valid
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
-from .proposals import drawn, likeliest, side_by_side
+from .proposals import drafts_of, side_by_side
 
 WIDEST_CATCH_UP = 32  # columns that go through the head; what lies before them is read without
 
@@ -135,4 +135,4 @@ class DraftModel:
 
     def _draw(self, state: BatchState, logits: Tensor, step: int | Tensor) -> Proposal:
         """Drafts by logits [B, W, V], of which the first is draft number `step` (an int, or [B])."""
-        return likeliest(logits) if self.greedy else drawn(state, logits, step)
+        return drafts_of(state, logits, step, self.greedy)

@@ -111,6 +111,13 @@ def likeliest(logits: Tensor) -> Proposal:
     return Proposal(tokens, confidence=probability(tokens, logits, stats))
 
 
+def drafts_of(state: BatchState, logits: Tensor, step: int | Tensor, greedy: bool) -> Proposal:
+    """Drafts by rows [B, W, V], of which the first is for draft number `step`: the likeliest ones of a drafter that is `greedy`, else
+    drawn. What rows that are greedy all would draw is the likeliest; on a CPU it comes with how sure the drafter is of it, which
+    takes a kernel more elsewhere."""
+    return likeliest(logits) if greedy or (state.all_greedy and state.can_look) else drawn(state, logits, step)
+
+
 def drawn(state: BatchState, logits: Tensor, step: int | Tensor) -> Proposal:
     """What rows [B, W, V] draw, of which the first is for draft number `step`, an int or [B] int64."""
     draws = sample(logits, **noise(state, step))
