@@ -44,7 +44,6 @@ from .jit_rows import (
     row_at,
     scaled_mass,
     tile_max,
-    vocab_size_of,
 )
 
 _ROUNDING = Constant(0.001)  # more than all rounding errors of the values that a draw compares
@@ -123,7 +122,7 @@ def _look_at_groups(top, winner, count, rows, batch, column, row, memory, thresh
     ids = group[:, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     bound = race_bound(time[:, :, None], philox_words(group_indices(group), noise))
     able = (most[:, :, None] + bound > top) & (ids != first[:, :, None])
-    x = read(rows, batch, column, tl.where(able, ids, vocab_size_of(rows)))
+    x = read(rows, batch, column, ids, able)
     kept = (x >= threshold) & (x > float("-inf"))
     bound = tl.where(kept, (x - best) * inverse_temperature + bound, float("-inf"))
     return _overtake(top, winner, rows, batch, column, ids, bound, best, inverse_temperature, noise)

@@ -50,16 +50,19 @@ _TINY = Constant(2.0**-126)  # the smallest normal float32
 
 
 @triton.jit
-def read_raw(rows, batch, column, ids):
-    """float32 logits of tokens `ids` >= 0, with bias added, and -inf outside the mask and beyond the vocabulary.
+def read_raw(rows, batch, column, ids, wanted=None):
+    """float32 logits of tokens `ids` >= 0, with bias added, and -inf outside the mask, beyond the vocabulary, and where not `wanted`.
 
-    They are of row `column` (int64, a scalar or of the shape of ids) of sequence `batch` (int64 scalar)."""
+    They are of row `column` (int64, a scalar or of the shape of ids) of sequence `batch` (int64 scalar). ids of three dimensions
+    ascend by 1 along the last, which the compiler is told: to leave some out, say which are wanted."""
     logits, bias, mask, cu_logits, cu_adjust = rows
     offsets = ids.to(tl.int64)
     # Without this hint Triton 3.6 distributes a tile's first axis over the warps, instead of its blocks.
     if len(ids.shape) == 3:
         offsets = tl.max_contiguous(offsets, [1, 2, ids.shape[2]])
     at, inside = _locate(logits, cu_logits, batch, column, ids, offsets)
+    if wanted is not None:
+        inside &= wanted
     x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
     if bias is not None:
         at, has_bias = _locate(bias, cu_adjust, batch, column, ids, offsets)
@@ -89,9 +92,9 @@ def without_nan(x):
 
 
 @triton.jit
-def read(rows, batch, column, ids):
+def read(rows, batch, column, ids, wanted=None):
     """As `read_raw`, with +inf for NaN."""
-    return without_nan(read_raw(rows, batch, column, ids))
+    return without_nan(read_raw(rows, batch, column, ids, wanted))
 
 
 @triton.jit

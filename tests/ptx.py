@@ -367,7 +367,7 @@ def _memory(t: _Translation, name: str, modifiers: list[str], operands: list[str
     if space == "param":
         number = int(re.search(r"_param_(\d+)", operands[1])[1])  # type: ignore[index]
         return t.into(operands[0], f"parameter({number}, {t.constant(dtype)})", type, guard)
-    shared = space == "shared"
+    shared = space in ("shared", "shared::cta")  # the block's own
     if name in ("atom", "red"):
         target, address = operands[0], t.address(operands[1], shared)
         value = t.operand(operands[2], type)
