@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import DEVICE, Case, assert_counters_are_clear, random_filters, to_device, verify_case
@@ -77,3 +78,27 @@ def test_sample_and_row_stats(monkeypatch: pytest.MonkeyPatch, filtered: bool) -
     if filtered:  # else no row has work of its own
         monkeypatch.undo()
         assert_the_same_in_large_batches(monkeypatch, row_stats, logits | rows)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="looks into the interpreter")
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("method", ["rejection", "block", "coupled", "typical"])
+def test_offsets_ascend_where_the_compiler_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, method: str, filtered: bool
+) -> None:
+    """It may then read those of several tokens by the address of the first: of the last axis, as it reads along that alone."""
+    from triton.runtime.interpreter import TensorHandle
+
+    told = []
+
+    def set_attribute(self: TensorHandle, key: str, values: list[int]) -> None:
+        if key == "tt.contiguity":
+            rows = self.data.reshape(-1, values[-1])
+            told.append(bool((np.diff(rows, axis=1) == 1).all()))
+
+    monkeypatch.setattr(TensorHandle, "set_attr", set_attribute)
+    case = case_of(filtered, VOCAB_SIZE if method in ("rejection", "block") else None)
+    verify(**case, method=method)
+    kept = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+    sample(case["target_logits"], **{name: value for name, value in case.items() if name in kept})
+    assert len(told) > 10 and all(told)
