@@ -10,7 +10,7 @@ from .checks import MAX_GRID, MAX_WIDTH
 from .jit_bounds import key_shift, sample_shift
 from .jit_groups import GROUPS, SEARCH_ROOM, group_floats
 from .jit_rows import BLOCK, THREADS, TILE_BLOCKS, floats_per_row
-from .numerics import spread
+from .numerics import with_leading_dims
 from .records import RowStats
 from .workspace import workspace
 
@@ -59,7 +59,7 @@ def vocabulary_view(
     if cu is not None and value.dim() == 2:
         return view(value)
     shape = rows.shape[:2] if cu is None else (len(cu) - 1, 2)  # broadcast over rows: two are enough for a stride of 0
-    return view(spread(value, 3).expand(*shape, -1))
+    return view(with_leading_dims(value, 3).expand(*shape, -1))
 
 
 def row_arguments(**values: Tensor | None) -> dict[str, Tensor | None]:

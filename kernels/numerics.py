@@ -77,20 +77,20 @@ def log_sum_exp(logits: Tensor, scale: Tensor | None = None, threshold: Tensor |
     logits are [..., V], scale, threshold and the result [...]."""
     factor = 1.0 if scale is None else scale[..., None]
     if _has_fast_exp2(logits):
-        total = row_sums(_exp2_(kept(logits, factor * LOG2_E, threshold)))
+        total = row_sums(_exp2_(scaled_logits(logits, factor * LOG2_E, threshold)))
     else:
-        total = row_sums(kept(logits, factor, threshold).exp_())
+        total = row_sums(scaled_logits(logits, factor, threshold).exp_())
     low, high = bounds(total)
     if SMALL < low <= high < LARGE:  # the usual case: whatever was lost does not count in such a sum
         return total.log_()
     sound = (total > SMALL) & (total < LARGE)  # such rows keep their sum, whatever the others are
-    values = kept(logits, factor, threshold)
+    values = scaled_logits(logits, factor, threshold)
     peak = finite_peak(values)
     shifted = row_sums(exp_(values.sub_(peak[..., None]))).log_().add_(peak)
     return total.log_().where(sound, shifted)
 
 
-def kept(logits: Tensor, scale: Tensor | float, threshold: Tensor | None) -> Tensor:
+def scaled_logits(logits: Tensor, scale: Tensor | float, threshold: Tensor | None) -> Tensor:
     """logit * scale where the logit is not below the threshold, and -inf elsewhere; contiguous, in memory of its own.
 
     logits are [..., V], scale a number or [..., 1], threshold [...]."""
@@ -131,7 +131,7 @@ def bounds(values: Tensor) -> tuple[float, float]:
     return low.item(), high.item()
 
 
-def spread(value: Tensor, dims: int) -> Tensor:
+def with_leading_dims(value: Tensor, dims: int) -> Tensor:
     """[V], [B, V] or [B, W, V] with dimensions of size 1 put before V until there are `dims`."""
     while value.dim() < dims:
         value = value[:, None] if value.dim() > 1 else value[None]
@@ -155,7 +155,7 @@ def take(values: Tensor, sequence: Tensor, index: Tensor) -> Tensor:
     return values[sequence, index]
 
 
-def places(rows: Tensor) -> tuple[Tensor, Tensor]:
+def row_indices(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Sequence and index of each of the rows [B, W]: [B * W] each."""
     row = torch.arange(rows.numel(), device=rows.device)
     return row // rows.shape[1], row % rows.shape[1]
@@ -172,7 +172,7 @@ def chunks(size: int, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:
         yield from zip(*(repeat(None) if value is None else value.split(most) for value in values), strict=False)
 
 
-def those(condition: Tensor) -> Tensor | None:
+def indices_unless_all(condition: Tensor) -> Tensor | None:
     """Where a condition [N] holds. None: everywhere, or only known by waiting for a device."""
     if condition.device.type != "cpu" or all(condition.tolist()):
         return None

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from . import philox
 from .draw import draw, draw_by_token
-from .numerics import argmax, bounds, chunks, computed, finite, places, resize, take, those
+from .numerics import argmax, bounds, chunks, computed, finite, indices_unless_all, resize, row_indices, take
 from .records import Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, residual
 from .rows import Rows, Temperatures, unpacked
@@ -235,7 +235,7 @@ def _next_weights(
     parts, empty = [], None
     for sequence, index, refused in chunks(size, every, num_accepted, rejected):
         weights = its_p = p.prob_at(sequence, index)
-        some = those(refused)
+        some = indices_unless_all(refused)
         if some is not None:
             sequence, index, refused, its_p = sequence[some], index[some], refused[some], its_p[some]
         if num_drafts and len(sequence):
@@ -273,7 +273,7 @@ def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, s
         one_wide = p._replace(logits=p.logits[:, None], stats=RowStats(*(field[:, None] for field in p.stats)))
         return _own_tokens(one_wide, seed, position, origin, stream)[:, 0]
     batch, width, size = p.logits.shape
-    sequence, index = places(p.stats.lse)
+    sequence, index = row_indices(p.stats.lse)
     origin = origin[sequence] if isinstance(origin, Tensor) else torch.full_like(sequence, origin)
     numbers = seed[sequence], position[sequence] + index, origin
     drawn = [

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .numerics import bounds, chunks, exp, finite, places, resize, row_sums
+from .numerics import bounds, chunks, exp, finite, resize, row_indices, row_sums
 from .records import Status
 from .rows import Rows
 
@@ -75,7 +75,7 @@ def _residual_masses(p: Rows, q: Rows | None, tests: DraftTests, s: Tensor, want
     if q is None:  # max(s p - one-hot, 0) sums to s - s p(x)
         return pad(s[:, :-1] * (1 - tests.p[:, 1:]), (0, 1))
     mass, size = torch.zeros_like(s), p.logits.shape[-1]
-    batch, index = places(s[:, :-1]) if s.device.type != "cpu" else wanted.nonzero(as_tuple=True)
+    batch, index = row_indices(s[:, :-1]) if s.device.type != "cpu" else wanted.nonzero(as_tuple=True)
     for sequence, before, s_i in chunks(size, batch, index, s[batch, index]):
         its_p, its_q = p.prob_at(sequence, before + 1), resize(q.prob_at(sequence, before + 1), size, 0.0)
         mass[sequence, before] = row_sums(residual(its_p.mul_(s_i[:, None]), its_q))
@@ -85,7 +85,7 @@ def _residual_masses(p: Rows, q: Rows | None, tests: DraftTests, s: Tensor, want
 def entropy(p: Rows) -> Tensor:
     """-sum of p log p per row, in nats."""
     parts = []
-    for sequence, index in chunks(p.logits.shape[-1], *places(p.stats.lse)):
+    for sequence, index in chunks(p.logits.shape[-1], *row_indices(p.stats.lse)):
         log_p = p.log_prob_at(sequence, index)
         parts.append(row_sums(exp(log_p) * log_p.clamp_(min=-1e30)))
     return -torch.cat(parts).view(p.stats.lse.shape)

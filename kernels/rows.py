@@ -9,7 +9,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .numerics import CHUNK, argmax, bounds, chunks, computed, exp_, kept, log_sum_exp, resize, spread, take
+from .numerics import (
+    CHUNK,
+    argmax,
+    bounds,
+    chunks,
+    computed,
+    exp_,
+    log_sum_exp,
+    resize,
+    scaled_logits,
+    take,
+    with_leading_dims,
+)
 from .rank_threshold import rank_threshold
 from .records import GREEDY_BELOW, RowStats
 
@@ -99,7 +111,7 @@ class Rows(NamedTuple):
 
     def _log_prob(self, logits: Tensor, lse: Tensor, threshold: Tensor, scale: Tensor | None) -> Tensor:
         factor = 1.0 if scale is None else scale.view(-1, *[1] * (logits.dim() - 1))
-        return kept(logits, factor, threshold if self.filtered else None).sub_(lse[..., None])
+        return scaled_logits(logits, factor, threshold if self.filtered else None).sub_(lse[..., None])
 
 
 def unpacked(values: Tensor, cu: Tensor, width: int, fill: float) -> Tensor:
@@ -118,9 +130,11 @@ def adjusted(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | Non
     Without bias and mask the logits are returned as they are, and converted where they are used."""
     if logit_bias is not None:
         logits = computed(logits)
-        logits = logits + resize(spread(logit_bias, logits.dim()), logits.shape[-1], 0.0).to(logits.dtype)
+        logits = logits + resize(with_leading_dims(logit_bias, logits.dim()), logits.shape[-1], 0.0).to(logits.dtype)
     if token_mask is not None:
-        logits = logits.masked_fill(~resize(spread(token_mask, logits.dim()), logits.shape[-1], True), -torch.inf)
+        logits = logits.masked_fill(
+            ~resize(with_leading_dims(token_mask, logits.dim()), logits.shape[-1], True), -torch.inf
+        )
     return logits
 
 
