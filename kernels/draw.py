@@ -15,6 +15,7 @@ from .numerics import argmax
 from .records import DRAW_BLOCK
 
 _LIKELIEST = 8  # groups of a row that are looked at first
+_SOONER = 2.0**-5  # times of arrival are below 17: what is divided by this part of one does not become 0
 _ROUNDING = 0.001  # more than all rounding errors of the values that a draw compares
 
 
@@ -93,12 +94,17 @@ def draw(weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, 
     block, it draws the tokens of `draw_by_token`."""
     size = weights.shape[-1]
     if size <= DRAW_BLOCK:
-        return argmax(weights / philox.arrivals(seed, position, origin, stream, size))
+        return _first(weights, philox.arrivals(seed, position, origin, stream, size))
     mass = _block_sums(weights)
     times = philox.times(seed, position, origin, stream, mass.shape[-1], first=philox.BLOCK_LEVEL)
-    first = argmax(mass / times) * DRAW_BLOCK
+    first = _first(mass, times) * DRAW_BLOCK
     arrivals = philox.arrivals(seed, position, origin, stream, DRAW_BLOCK, first)
-    return first + argmax(_block_at(weights, first) / arrivals)
+    return first + _first(_block_at(weights, first), arrivals)
+
+
+def _first(weights: Tensor, times: Tensor) -> Tensor:
+    """Where weight / time is largest, [N, V] -> [N]; overwrites the times. Not where a weight is 0, if there are others, however small."""
+    return argmax(weights / times.mul_(_SOONER))
 
 
 def _block_at(weights: Tensor, first: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from engine.kernels import philox, reference
-from engine.kernels.draw import draw_by_token
+from engine.kernels.draw import draw, draw_by_token
 from engine.kernels.records import RowStats, Status, Verdict
 
 ROWS = dict(seed=torch.tensor([5]), position=torch.tensor([11]))
@@ -327,6 +327,17 @@ def test_few_groups_of_a_race_decide_what_all_of_its_noise_does(vocab_size: int,
     numbers = torch.arange(len(rows)), 7 * torch.arange(len(rows)), torch.arange(len(rows)) % 3
     noise = philox.race(*numbers, philox.SAMPLE, vocab_size)
     assert torch.equal(draw_by_token(rows, *numbers, philox.SAMPLE), (rows + noise).argmax(dim=-1))
+
+
+@pytest.mark.parametrize("vocab_size", [1_000, 5_000])
+def test_a_token_of_weight_0_is_not_drawn_where_there_are_others_however_small(vocab_size: int) -> None:
+    """As in what a draft of nearly all mass leaves."""
+    smallest = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
+    weights = torch.zeros(vocab_size).index_fill(0, torch.tensor([17, vocab_size - 1]), smallest).expand(2_000, -1)
+    assert weights.sum(dim=-1).min() > 0
+    numbers = torch.arange(2_000)
+    counts = draw(weights, numbers, 3 * numbers, 0, philox.SAMPLE).bincount(minlength=vocab_size)
+    assert counts[17] + counts[-1] == 2_000 and abs(counts[17] - 1_000) < 5 * 500**0.5
 
 
 def test_rows_without_a_distribution_can_be_raced() -> None:
