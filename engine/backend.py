@@ -2,12 +2,10 @@
 
 from engine.kernels.attention_ops import MAX_HEAD_DIM, ragged_attention, scatter_kv
 from engine.kernels.layer_ops import gated_silu, rms_norm, rotate
-from engine.kernels.ops import check_choice as check_kernels
-from engine.kernels.ops import row_stats, sample, verify
-from engine.kernels.ops import use_triton as uses_kernels
+from engine.kernels.ops import check_kernels, row_stats, sample, use_triton, verify
 from engine.kernels.philox import DRAFT, SAMPLE
 from engine.kernels.records import FATAL_STATUS, Draws, RowStats, Status, Verdict
-from engine.kernels.workspace import reserve as reserve_counters
+from engine.kernels.workspace import reserve_counters
 
 __all__ = [
     "DRAFT",
@@ -27,6 +25,6 @@ __all__ = [
     "row_stats",
     "sample",
     "scatter_kv",
-    "uses_kernels",
+    "use_triton",
     "verify",
 ]

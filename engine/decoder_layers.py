@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import UnsupportedModelError
+from .support import beyond_rounding
 
 
 class DecoderLayers:
@@ -75,11 +76,9 @@ class DecoderLayers:
             raise
         except Exception as error:
             raise UnsupportedModelError(f"layers of type {kind!r} cannot be left out: {error}") from error
-        difference, scale = (logits - expected).abs().max(), expected.std()
-        if not difference <= 0.1 * scale:
+        if (difference := beyond_rounding(logits, expected)) is not None:
             raise UnsupportedModelError(
-                f"layers of type {kind!r} cannot be left out: those behind depend on more than the hidden states "
-                f"(difference {difference:.2g} at a standard deviation of {scale:.2g})"
+                f"layers of type {kind!r} cannot be left out: those behind depend on more than the hidden states ({difference})"
             )
 
 

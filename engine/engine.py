@@ -16,7 +16,6 @@ from .draft_length import DraftLength, FixedLength
 from .drafters.base import Drafter, model_of, stages_of
 from .errors import EngineError, InvalidLogitsError
 from .generation_config import eos_token_ids, repetition_penalty, warn_of_not_applied
-from .live_models import make_ready, work_of
 from .metrics import RoundClock, Stats
 from .model import EXACT_WIDTH, RaggedModel
 from .output import Output, Piece
@@ -26,6 +25,7 @@ from .round import Round
 from .scheduler import Request
 from .serving import Server
 from .state import BatchState
+from .target_changes import make_ready, work_of
 
 _USUAL_LENGTHS = (256, 512, 1024)  # tokens of a text, which `warmup` prepares for unless told otherwise; a bucket each
 _Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or a chat

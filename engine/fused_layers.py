@@ -19,7 +19,7 @@ from .attention import is_own_call
 logger = logging.getLogger(__name__)
 
 # Whose attention has norms of queries and keys, or leaves out the rotary embedding in some layers, but is Llama's otherwise.
-_LIKE_LLAMA = (
+_FUSED = (
     "LlamaDecoderLayer",
     "MistralDecoderLayer",
     "Qwen2DecoderLayer",
@@ -35,7 +35,7 @@ def fuse(model: nn.Module, parts_of: Callable[[Any], Any]) -> int:
     All stay as they are if one of them cannot be fused, or the first gives something else then. Those that were fused before get
     these parts.
     """
-    layers: list[Any] = [module for module in model.modules() if _own_class(module).__name__ in _LIKE_LLAMA]
+    layers: list[Any] = [module for module in model.modules() if _own_class(module).__name__ in _FUSED]
     try:
         parts = [parts_of(layer) for layer in layers]
         if layers:

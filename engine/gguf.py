@@ -22,7 +22,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from .file_samples import digest_of
+from .file_digest import file_digest
 from .pretrained import whole_model
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def _check_file(path: Path, role: str) -> None:
 
 def _fingerprint(path: Path) -> str:
     """Name of a file's content, and of how it is converted."""
-    return hashlib.sha256(f"{_FORMAT} ".encode() + digest_of(path)).hexdigest()[:16]
+    return hashlib.sha256(f"{_FORMAT} ".encode() + file_digest(path)).hexdigest()[:16]
 
 
 def _checksum(path: Path) -> int:

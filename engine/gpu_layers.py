@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attention import attend_ragged
-from .backend import gated_silu, rms_norm, rotate, uses_kernels
+from .backend import gated_silu, rms_norm, rotate, use_triton
 from .fused_layers import WatchedModules, fuse
 
 
@@ -23,7 +23,7 @@ def fuse_gpu_layers(model: nn.Module) -> int:
     All stay as they are if one of them cannot be fused, or the first gives something else then.
     """
     first = next(model.parameters(), None)
-    return fuse(model, GpuLayerParts.of) if first is not None and uses_kernels(first) else 0
+    return fuse(model, GpuLayerParts.of) if first is not None and use_triton(first) else 0
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Capture(Protocol):
 
 
 class Work(NamedTuple):
-    """What decides which work the forward passes of models are, beside their input; `live_models.work_of` finds it."""
+    """What decides which work the forward passes of models are, beside their input; `target_changes.work_of` finds it."""
 
     marks: list[Any]
     objects: list[Any]  # those whose ids are among the marks: an id may be another's when its object is gone

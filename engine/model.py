@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import AttentionSwitch
-from .backend import MAX_HEAD_DIM, uses_kernels
+from .backend import MAX_HEAD_DIM, use_triton
 from .cache import RaggedCache, cache_argument
 from .compiled import CompiledForward
 from .decoder_layers import DecoderLayers, outputs_of
@@ -21,6 +21,7 @@ from .support import (
     OWN_MASK,
     TESTED,
     WINDOW_IN_MASK_ALONE,
+    beyond_rounding,
     check_supported,
     context_length,
     head_sizes,
@@ -103,7 +104,7 @@ class RaggedModel:
         self.device, self.dtype = model.device, model.dtype
         self.config = model.config.get_text_config()
         reason = why_eager(model)
-        if reason is None and self.device.type == "cuda" and not uses_kernels(next(model.parameters())):
+        if reason is None and self.device.type == "cuda" and not use_triton(next(model.parameters())):
             reason = f"torch's operations, which take the place of kernels here ({self.dtype}), wait for the device"
         self.capturable = reason is None
         if reason is not None and self.device.type == "cuda":
@@ -294,11 +295,10 @@ class RaggedModel:
             raise UnsupportedModelError(
                 f"{role} of type {self.model.config.model_type!r} cannot be called over a ragged cache: {error}"
             ) from error
-        difference, scale = (ragged - plain).abs().max(), plain.std()
-        if not difference <= 0.1 * scale:  # NaN is not
+        if (difference := beyond_rounding(ragged, plain)) is not None:
             raise UnsupportedModelError(
                 f"{role} of type {self.model.config.model_type!r} gives other logits over a ragged cache than in a plain call "
-                f"(difference {difference:.2g} at a standard deviation of {scale:.2g})"
+                f"({difference})"
             )
 
     def _masks(self, position_ids: Tensor, by_number: bool) -> Tensor | dict[str, Tensor]:

@@ -114,23 +114,9 @@ class Results:
         tokens, accepted, proposed, status, logprobs = result
         new_tokens = tokens[: accepted + 1]
         if status & _FATAL:
-            slot, cache = request.slot, self._round.target.cache
-            if self._round.drafter is None or slot in launched.without_drafts:
-                cache.clear(slot, torch.zeros_like(self._state.seq_lens[slot]))
-                source = (
-                    "the target" if request.params.logits_processor is None else "the target or its logits_processor"
-                )
-                request.error = (
-                    f"{source} returned logits that are no distribution ({Status(status).name}) for "
-                    f"prompts[{request.index}] at position {request.length}"
-                )
+            self._without_distribution(request, status, launched)
+            if request.error is not None:
                 return 0
-            # Drafts may be to blame, and not the text: attention weighs the K/V of those behind a token, and of earlier ones that
-            # were rejected or not even verified, with 0, but 0 * NaN is NaN. So the row goes on without drafts, and fails only
-            # if its logits are no distribution then either.
-            cache.clear(slot, self._state.seq_lens[slot])
-            self._state.without_drafts[slot].fill_(True)
-            request.without_drafts = True
             new_tokens = tokens[:accepted]
         if status & _INVALID_DRAFT and not self._warned:
             self._warned = True
@@ -151,6 +137,26 @@ class Results:
         for stats in (request.stats, self._stats):
             stats.add_round(proposed, accepted, new)
         return new
+
+    def _without_distribution(self, request: Request, status: int, launched: Launched) -> None:
+        """Fail a request whose logits are no distribution, or have it go on without drafts if there were any.
+
+        Drafts may be to blame, and not the text: attention weighs the K/V of those behind a token, and of earlier ones that were
+        rejected or not even verified, with 0, but 0 * NaN is NaN. So the row fails only if its logits are no distribution without
+        them either.
+        """
+        slot, cache = request.slot, self._round.target.cache
+        if self._round.drafter is not None and slot not in launched.without_drafts:
+            cache.clear(slot, self._state.seq_lens[slot])
+            self._state.without_drafts[slot].fill_(True)
+            request.without_drafts = True
+            return
+        cache.clear(slot, torch.zeros_like(self._state.seq_lens[slot]))
+        source = "the target" if request.params.logits_processor is None else "the target or its logits_processor"
+        request.error = (
+            f"{source} returned logits that are no distribution ({Status(status).name}) for prompts[{request.index}] at "
+            f"position {request.length}"
+        )
 
     def _append(self, request: Request, token: int, drafted: bool) -> None:
         request.token_ids.append(token)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -253,3 +254,11 @@ def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
     """The parameters of rotary embeddings: of all layers, or of each layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+
+
+def beyond_rounding(logits: Tensor, expected: Tensor) -> str | None:
+    """How far two calls differ that should give the same logits, for messages; None: by no more than rounding."""
+    difference, scale = (logits - expected).abs().max(), expected.std()
+    if difference <= 0.1 * scale:  # NaN is not
+        return None
+    return f"difference {difference:.2g} at a standard deviation of {scale:.2g}"

@@ -156,11 +156,11 @@ def use_triton(tensor: Tensor, *others: Tensor | None) -> bool:
     if any(each is not None and each.dtype == torch.float64 for each in (tensor, *others)):
         return False  # the kernels compute in float32
     if choice == "triton" and not tensor.is_cuda:
-        check_choice(tensor.device)
+        check_kernels(tensor.device)
     return choice == "triton" or (choice == "" and tensor.is_cuda)
 
 
-def check_choice(device: torch.device) -> None:
+def check_kernels(device: torch.device) -> None:
     """Whether what ENGINE_KERNELS says can be had for tensors on this device, where it can be told before any call.
 
     Raises:

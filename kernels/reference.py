@@ -25,9 +25,7 @@ from .draw import draw, draw_by_token
 from .numerics import argmax, bounds, chunks, computed, finite, indices_unless_all, resize, row_indices, take
 from .records import Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, residual
-from .rows import Rows, Temperatures, unpacked
-from .rows import adjusted as adjusted  # exported from this module too, as is log_prob
-from .rows import log_prob as log_prob
+from .rows import Rows, Temperatures, adjusted, unpacked
 
 Given = ParamSpec("Given")
 

@@ -8,7 +8,7 @@ import torch
 from . import philox
 from .checks import FLOATS, as_int
 from .ops import METHODS, row_stats, sample, use_triton, verify
-from .workspace import reserve
+from .workspace import reserve_counters
 
 
 def warmup(
@@ -78,7 +78,7 @@ def warmup(
     if not use_triton(example):
         return
     device = example.device  # with its index
-    reserve(device)
+    reserve_counters(device)
     whole = torch.zeros(1, dtype=torch.int64, device=device)
     real = torch.ones(1, dtype=torch.float32, device=device)  # whatever torch's default dtype is
     where: dict[str, Any] = dict(seed=whole, position=whole)

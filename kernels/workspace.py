@@ -7,9 +7,9 @@ kernels leave every counter at 0, so nothing is cleared between calls on a GPU.
 While a CUDA graph is captured, memory must be the graph's own:
 
 - Scratch comes from the graph's pool.
-- Counters come from a pool of zeros that was allocated before and is never handed out twice. `reserve` allocates it; `warmup` calls
-  it, and so must whoever captures many graphs, before each. Where the pool is used up, the graph clears its counters itself, with
-  one more node.
+- Counters come from a pool of zeros that was allocated before and is never handed out twice. `reserve_counters` allocates it;
+  `warmup` calls that, and so must whoever captures many graphs, before each. Where the pool is used up, the graph clears its
+  counters itself, with one more node.
 """
 
 import threading
@@ -58,7 +58,7 @@ def _capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def reserve(device: torch.device) -> None:
+def reserve_counters(device: torch.device) -> None:
     """Allocate a pool that captured graphs take their counters from, if less than a quarter of one is left."""
     if device.type != "cuda":
         return

@@ -188,7 +188,7 @@ def main() -> None:
     for text in arguments.targets:
         target = parse_target(text)
         driver.set_active(PretendedDevice(target))
-        ops.check_choice = lambda device: None  # tensors of the pretended device are the CPU's
+        ops.check_kernels = lambda device: None  # tensors of the pretended device are the CPU's
         torch.version.hip = "pretended" if target.backend == "hip" else None
         seen: set[str] = set()
         if arguments.serving:

@@ -95,7 +95,8 @@ def test_drafts_of_every_layout(target: PreTrainedModel, tmp_path: Path, layout:
         stored = {name: value for name, value in as_vllm(tensors).items() if name.startswith("blocks")}
         stored["lm_head.weight" if layout == "shared" else "lm_heads.0.weight"] = output
     folder = write(tmp_path / layout, config, stored, file_name)
-    assert MedusaDrafter.matches(read_head(folder))
+    files = read_head(folder)
+    assert MedusaDrafter.matches(files.config, files.tensors)
     drafter = MedusaDrafter.from_pretrained(folder)
     check_greedy_drafts(
         target, drafter, lambda text: drafts(tensors, last_hidden(target, text), num_blocks, output), most=3

@@ -85,7 +85,7 @@ def test_drafts_of_every_layout(target: PreTrainedModel, tmp_path: Path, layout:
                 stored[name] = tensors[f"speculator.{part}.{1 if part == 'proj' else 0}.{kind}"].clone()
                 assert stored[name].shape == shape
     folder = write(tmp_path, config, stored, file_name)
-    assert MlpSpeculatorDrafter.matches(read_head(folder))
+    assert MlpSpeculatorDrafter.matches(read_head(folder).config)
     drafter = MlpSpeculatorDrafter.from_pretrained(folder, min_reach=0.0)
     check_greedy_drafts(
         target, drafter, lambda text: drafts(tensors, last_hidden(target, text), text[-1], 3, tied, scaled), most=3

@@ -23,8 +23,8 @@ from engine.adaptive_length import FEW_CHOICES, AdaptiveLength
 from engine.backend import row_stats
 from engine.graphs import Graphs, Work, bucket, clear_all
 from engine.hidden_states import HiddenStates
-from engine.live_models import work_of
 from engine.state import BatchState, Verdict
+from engine.target_changes import work_of
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -21,6 +21,7 @@ from kernel_cases import (
 from engine.kernels import ops, reference
 from engine.kernels.ops import METHODS
 from engine.kernels.records import Status
+from engine.kernels.rows import adjusted
 from engine.kernels.verify import verify
 
 pytestmark = [
@@ -81,7 +82,7 @@ def test_a_bias_and_a_mask_of_their_own_shapes_each(bias_of: str, mask_of: str) 
     shapes = dict(vocabulary=shape[-1:], sequence=(BATCH, shape[-1]), row=shape)
     bias, mask = 5 * torch.randn(shapes[bias_of], generator=rng), torch.rand(shapes[mask_of], generator=rng) < 0.8
     words = [each[:, None] if each.dim() == 2 else each for each in (bias, mask)]
-    case["draft_tokens"] = reference.adjusted(case["target_logits"], *words)[:, :-1].argmax(dim=-1)
+    case["draft_tokens"] = adjusted(case["target_logits"], *words)[:, :-1].argmax(dim=-1)
     case |= dict(logit_bias=bias, token_mask=mask, return_logprobs=True)
     have = check_verify(packed(case))
     assert_verdicts_equal(have, reference.verify(**case))

@@ -211,17 +211,17 @@ def test_counters_are_reserved_once_and_on_a_gpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "zeros", lambda count, dtype, device: zeros(count, dtype=dtype))
     monkeypatch.setattr(workspace, "_reserved", {})
     monkeypatch.setattr(workspace, "_pools", [])
-    workspace.reserve(CPU)
+    workspace.reserve_counters(CPU)
     assert not workspace._reserved
-    workspace.reserve(GPU)
+    workspace.reserve_counters(GPU)
     reserved = workspace._reserved[GPU]
     assert reserved.numel() == workspace.RESERVED_COUNTERS and reserved.dtype == torch.int32
     taken = workspace._captured_counters(GPU, 3)
     assert taken.data_ptr() == reserved.data_ptr()
-    workspace.reserve(GPU)  # again: nothing is handed out twice
+    workspace.reserve_counters(GPU)  # again: nothing is handed out twice
     assert workspace._captured_counters(GPU, 3).data_ptr() == reserved.data_ptr() + 128
     workspace._captured_counters(GPU, reserved.numel() * 3 // 4)
-    workspace.reserve(GPU)  # there are few left: new ones, and the old ones stay where graphs know them
+    workspace.reserve_counters(GPU)  # there are few left: new ones, and the old ones stay where graphs know them
     assert workspace._reserved[GPU].numel() == workspace.RESERVED_COUNTERS
     assert [pool.data_ptr() for pool in workspace._pools] == [reserved.data_ptr(), workspace._reserved[GPU].data_ptr()]
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import engine
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
     "pyproject.toml", "setup.cfg", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "engine", "kernels", "tests",
@@ -224,3 +226,13 @@ assert torch is None or not torch.cuda.is_initialized()
 print("light")
 """
     assert run_python(code, cwd=ROOT) == "light"
+
+
+def test_the_public_names_are_those_of_type_checkers() -> None:
+    """engine/__init__.py lists them three times: for type checkers, for whoever imports all, and to be imported at first use."""
+    tree = ast.parse((ROOT / "engine" / "__init__.py").read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1]
+    homes = {name.name: node.module for node in found for name in node.names}
+    assert homes == engine._HOME
+    assert engine.__all__ == sorted(homes)
+    assert all(getattr(engine, name).__name__ == name for name in engine.__all__)

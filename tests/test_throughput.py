@@ -20,13 +20,13 @@ import engine
 from bench.throughput import command_line, plots, run
 from bench.throughput.__main__ import main
 from bench.throughput.command_line import command, parse
-from bench.throughput.hf import Transformers, TransformersAssisted
 from bench.throughput.methods import Call, Contest
 from bench.throughput.options import Options
 from bench.throughput.ours import Ours
 from bench.throughput.prompts import render
 from bench.throughput.records import Records, read_records
 from bench.throughput.report import write_report
+from bench.throughput.transformers_methods import Transformers, TransformersAssisted
 
 # fixtures
 bench = throughput_runs.bench
@@ -87,7 +87,7 @@ def test_bad_options(
     arguments: list[str],
     complaint: str,
 ) -> None:
-    monkeypatch.setattr(run, "load_bed", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(run, "load_models", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit, match="2"):
         main(["--out", str(tmp_path / "out"), *arguments])
     assert complaint in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "out").exists()
@@ -96,7 +96,7 @@ def test_bad_options(
 def test_bad_options_that_are_found_in_files(
     bench: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "load_bed", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(run, "load_models", lambda *_: pytest.fail("a model was loaded"))
     (tmp_path / "bad.jsonl").write_text("{\n")
     (tmp_path / "file").touch()
     head = medusa(tmp_path)
@@ -272,7 +272,7 @@ def test_an_interrupted_run_goes_on(
     assert essence(folder) == essence(whole)
     assert "not complete" not in (folder / "table.md").read_text()
 
-    monkeypatch.setattr(run, "load_bed", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(run, "load_models", lambda *_: pytest.fail("a model was loaded"))
     bench(*arguments, baselines="plain")
     assert "complete: nothing is measured again" in capsys.readouterr().err
     assert len(read_records(folder)) == 24
@@ -406,10 +406,10 @@ def test_a_method_that_fails_is_a_result(
             raise RuntimeError("out of luck")
         return generate(self, prompts, seeds, max_new_tokens)
 
-    def cannot(self: Ours, bed: Any, contest: Contest) -> None:
+    def cannot(self: Ours, models: Any, contest: Contest) -> None:
         if self.num_draft_tokens == 5:
             raise ValueError("not on Sundays")
-        prepare(self, bed, contest)
+        prepare(self, models, contest)
 
     tokenizer = byte_tokenizer()
     lengths = [len(render(tokenizer, [text], [], "auto")) for text in ("one two one two one", "abcabcabc")]

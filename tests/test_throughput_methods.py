@@ -20,17 +20,17 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import engine
 from bench.throughput import match, run
 from bench.throughput.__main__ import main
-from bench.throughput.bed import Bed, load_bed
 from bench.throughput.forwards import ForwardClock
-from bench.throughput.hf import Transformers, TransformersAssisted
 from bench.throughput.methods import Contest, Method
 from bench.throughput.options import Options
-from bench.throughput.others import Economize, FlashSpec
+from bench.throughput.other_engines import Economize, FlashSpec
 from bench.throughput.ours import Ours, SampledStagedDrafts
 from bench.throughput.presets import PRESETS
 from bench.throughput.prompts import read_prompts, render
 from bench.throughput.records import read_records
+from bench.throughput.shared_models import SharedModels, load_models
 from bench.throughput.summary import summarize
+from bench.throughput.transformers_methods import Transformers, TransformersAssisted
 from engine.graphs import Graphs
 
 # fixtures
@@ -96,7 +96,7 @@ def test_nobody_has_a_checkpoints_repetition_penalty(
     warmed: list[engine.SamplingParams] = []
     monkeypatch.setattr(Graphs, "for_device", lambda device: Books())
     monkeypatch.setattr(engine.Engine, "warmup", lambda self, sizes, lengths, params: warmed.append(params))
-    Ours(None).prepare(load_bed(Options(tmp_path, target=str(folder), dtypes=("float32",)), "float32"), ONE)
+    Ours(None).prepare(load_models(Options(tmp_path, target=str(folder), dtypes=("float32",)), "float32"), ONE)
     assert [params.repetition_penalty for params in warmed] == [1.0]
 
 
@@ -109,12 +109,12 @@ def test_a_staged_model_is_loaded_once(target: str, draft: str, tmp_path: Path) 
     assert options.draft_models == (draft,)
     for each in (elsewhere, options):
         assert set(run.describe(each, [])["models"]) == {"target", "drafter small"}
-    bed = load_bed(options, "float32")
-    assert list(bed.ours) == ["", draft]
+    models = load_models(options, "float32")
+    assert list(models.ours) == ["", draft]
     for drafts, kind in (("own", engine.StagedDraftModel), ("sampled", SampledStagedDrafts)):
         ours = Ours(f"staged:{draft}", 2, drafts=drafts)
-        ours.prepare(bed, ONE)
-        assert type(ours._drafter) is kind and ours._drafter.model is bed.ours[draft][0]
+        ours.prepare(models, ONE)
+        assert type(ours._drafter) is kind and ours._drafter.model is models.ours[draft][0]
 
 
 @pytest.mark.parametrize("rows, temperature", [(1, 0.0), (3, 0.7)])
@@ -127,10 +127,10 @@ def test_all_graphs_are_captured_before_the_first_prompt(
         ForwardClock, "__enter__", lambda self: self
     )  # without hooks, as on a GPU: they would drop the graphs
     monkeypatch.setattr(ForwardClock, "__exit__", lambda *_: None)
-    bed = Bed({"": (tiny("llama", max_position_embeddings=600), None)}, 600, frozenset(), ignore_eos=True)
+    models = SharedModels({"": (tiny("llama", max_position_embeddings=600), None)}, 600, frozenset(), ignore_eos=True)
     for drafter, k in ((None, 0), ("ngram", 3)):
         ours = Ours(drafter, k, max_length=320)
-        ours.prepare(bed, Contest("float32", rows, temperature, 40))
+        ours.prepare(models, Contest("float32", rows, temperature, 40))
         graphs = ours._llm._target.graphs
         before = len(graphs)
         ours.generate([[5, 6, 7] * (80 - 20 * row) for row in range(rows)], [1] * rows, 40)
@@ -197,11 +197,11 @@ def test_ways_to_draft_of_others(bench: Callable[..., Path], draft: str, tmp_pat
 def test_greedy_drafts_are_asked_of_every_stage(target: str, draft: str, tmp_path: Path) -> None:
     head = medusa(tmp_path)
     drafters = (draft, f"staged:{draft}", f"suffix+staged:{draft}", "layer_skip:1", head, f"ngram+{head}")
-    bed = load_bed(Options(tmp_path, target=target, drafters=drafters, dtypes=("float32",)), "float32")
+    models = load_models(Options(tmp_path, target=target, drafters=drafters, dtypes=("float32",)), "float32")
     for drafter in drafters:
         for drafts in ("own", "greedy"):
             ours = Ours(drafter, 2, drafts=drafts)
-            ours.prepare(bed, Contest("float32", 1, 0.8, 8))
+            ours.prepare(models, Contest("float32", 1, 0.8, 8))
             made = ours._llm.drafter
             stage = getattr(made, "stages", (made,))[-1]
             assert stage.greedy is (drafts == "greedy"), drafter
@@ -248,10 +248,10 @@ def test_auto_is_for_the_engine_to_choose(bench: Callable[..., Path]) -> None:
 
 def test_a_static_cache_gives_the_same_text(target: str, tmp_path: Path) -> None:
     """Not compiled here: that is for a GPU."""
-    bed = load_bed(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
+    models = load_models(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
     texts = []
     for method in (Transformers(), Transformers(compiled=True)):
-        method.prepare(bed, ONE)
+        method.prepare(models, ONE)
         call = method.generate([[5, 6, 7, 5, 6]], [0], 8)
         assert call.prefill_tokens == 1 and call.prefill_seconds is not None and call.prefill_seconds > 0
         texts.append(call.rows[0].token_ids)
@@ -281,7 +281,7 @@ def test_a_static_cache_has_its_size_before_anything_is_timed(
 
 def test_prompt_lookup_is_counted_call_by_call(target: str, tmp_path: Path) -> None:
     """Beside what transformers' own candidate generator says that it proposed."""
-    bed = load_bed(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
+    models = load_models(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
     proposed: list[int] = []
     get_candidates = PromptLookupCandidateGenerator.get_candidates
 
@@ -291,13 +291,13 @@ def test_prompt_lookup_is_counted_call_by_call(target: str, tmp_path: Path) -> N
         return candidates, logits
 
     method = TransformersAssisted(3)
-    method.prepare(bed, ONE)
+    method.prepare(models, ONE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PromptLookupCandidateGenerator, "get_candidates", noted)
         row = method.generate([[97, 98, 99, 97, 98, 99, 97, 98]], [0], 30).rows[0]
     assert row.rounds == len(proposed) and row.draft_tokens == sum(proposed) > proposed[0] > 0
     plain = Transformers()
-    plain.prepare(bed, ONE)
+    plain.prepare(models, ONE)
     assert row.token_ids == plain.generate([[97, 98, 99, 97, 98, 99, 97, 98]], [0], 30).rows[0].token_ids
 
 
@@ -337,18 +337,18 @@ def test_adapters_against_stand_ins(fakes: None, bench: Callable[..., Path], dra
 
 
 def test_each_prompt_has_a_seed_of_its_own(fakes: None, target: str, tmp_path: Path) -> None:
-    bed = load_bed(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
+    models = load_models(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
     method = FlashSpec(2)
-    method.prepare(bed, Contest("float32", 1, 0.7, 4))
+    method.prepare(models, Contest("float32", 1, 0.7, 4))
     for seed in (3, 1003):
         method.generate([[5, 6]], [seed], 4)
     assert method._engine.seeds == [3, 1003]
 
 
 def test_no_other_engine_decodes_more_rows_than_a_batch(fakes: None, target: str, tmp_path: Path) -> None:
-    bed = load_bed(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
+    models = load_models(Options(out=tmp_path, target=target, dtypes=("float32",)), "float32")
     method = Economize(2)
-    method.prepare(bed, Contest("float32", 2, 0.0, 4, batches_per_call=2))
+    method.prepare(models, Contest("float32", 2, 0.0, 4, batches_per_call=2))
     sizes: list[int] = []
     decode_batch = method._model.decode_batch
 

@@ -21,9 +21,9 @@ from engine.training.batches import Batch, batches, collate
 from engine.training.eagle3 import Eagle3Training, Unroll, head_config
 from engine.training.eagle3_files import save_eagle3
 from engine.training.hidden import KeptTexts, Text
+from engine.training.initial_model import frequent_tokens
 from engine.training.loop import acceptance, evaluate, learning_rate
 from engine.training.losses import LOWEST_RATE, draft_loss
-from engine.training.making import frequent_tokens
 from engine.training.objectives import (
     STEP_DECAY,
     DraftModelTraining,

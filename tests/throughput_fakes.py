@@ -1,6 +1,6 @@
 """Stand-ins for flashspec and economize: their documented interface, over plain greedy or sampled decoding.
 
-With them, tests run the adapters of bench/throughput/others.py anywhere. They say nothing about the engines themselves.
+With them, tests run the adapters of bench/throughput/other_engines.py anywhere. They say nothing about the engines themselves.
 """
 
 from dataclasses import dataclass, field

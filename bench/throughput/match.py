@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from bench.figures import tidy
 from bench.throughput import plan
-from bench.throughput.bed import Bed
 from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, synchronize
 from bench.throughput.options import Options
 from bench.throughput.ours import Ours
 from bench.throughput.prompts import Group, Prompt, cut, groups, render
 from bench.throughput.records import Records, unit_of
+from bench.throughput.shared_models import SharedModels
 from engine.text_difference import Comparer
 
 PLAINS = (
@@ -37,12 +37,12 @@ def skip(bar: Any, units: int) -> None:
     bar.n, bar.initial, bar.last_print_n = bar.n + units, bar.initial + units, bar.last_print_n + units
 
 
-def room_for_prompts(bed: Bed, max_new_tokens: int) -> int:
+def room_for_prompts(models: SharedModels, max_new_tokens: int) -> int:
     """Tokens of the target's context that are left; ValueError unless that is 2 or more."""
-    room = bed.context_length - max_new_tokens
+    room = models.context_length - max_new_tokens
     if room < 2:
         raise ValueError(
-            f"max_new_tokens must be <= {bed.context_length - 2} for this target's context, got {max_new_tokens}"
+            f"max_new_tokens must be <= {models.context_length - 2} for this target's context, got {max_new_tokens}"
         )
     return room
 
@@ -51,12 +51,12 @@ class Match:
     """One contest, prompt by prompt."""
 
     def __init__(
-        self, options: Options, records: Records, bed: Bed, contest: Contest, prompts: Sequence[Prompt]
+        self, options: Options, records: Records, models: SharedModels, contest: Contest, prompts: Sequence[Prompt]
     ) -> None:
-        self.options, self.records, self.bed, self.contest = options, records, bed, contest
+        self.options, self.records, self.models, self.contest = options, records, models, contest
         self.groups = groups(prompts, contest.prompts_per_call)
-        self.prompt_limit = min(options.max_prompt_tokens, room_for_prompts(bed, contest.max_new_tokens))
-        self.comparer = Comparer(bed.target)
+        self.prompt_limit = min(options.max_prompt_tokens, room_for_prompts(models, contest.max_new_tokens))
+        self.comparer = Comparer(models.target)
 
     def play(self, bar: Any) -> None:
         """Run every unit that has no records yet."""
@@ -120,9 +120,9 @@ class Match:
 
     def _load(self, method: Method) -> str | None:
         """Load what a method needs, unless there is a reason not to, which is returned."""
-        reason = method.unavailable(self.contest, self.bed.device.type)
+        reason = method.unavailable(self.contest, self.models.device.type)
         if reason is None:
-            method.prepare(self.bed, self.contest)
+            method.prepare(self.models, self.contest)
         return reason
 
     def _warm_up(
@@ -152,7 +152,7 @@ class Match:
         made = []
         for prompt in group.prompts:
             answers = [self._answer(prompt, turn, repeat) for turn in range(group.turn)]
-            ids = render(self.bed.tokenizer, prompt.turns[: group.turn + 1], answers, self.options.template)
+            ids = render(self.models.tokenizer, prompt.turns[: group.turn + 1], answers, self.options.template)
             made.append(cut(ids, self.prompt_limit))
         return made
 
@@ -191,7 +191,7 @@ class Match:
                 method.plain_texts = [row.token_ids for row in plain.rows] if plain else [[] for _ in prompts]
             try:
                 calls[method.name], seconds[method.name] = timed(
-                    partial(method.generate, prompts, seeds, self.contest.max_new_tokens), self.bed.device
+                    partial(method.generate, prompts, seeds, self.contest.max_new_tokens), self.models.device
                 )
             except Exception as error:
                 calls[method.name] = None
@@ -224,7 +224,7 @@ class Match:
             "forward_seconds": call.forward_seconds,
             "rounds": row.rounds, "draft_tokens": row.draft_tokens, "accepted_tokens": row.accepted_tokens,
             "acceptance_per_position": row.acceptance_per_position, "rounds_per_position": row.rounds_per_position,
-            "token_ids": row.token_ids, "text": self.bed.tokenizer.decode(row.token_ids, skip_special_tokens=True),
+            "token_ids": row.token_ids, "text": self.models.tokenizer.decode(row.token_ids, skip_special_tokens=True),
         }  # fmt: skip
 
     def _differences(

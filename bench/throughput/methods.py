@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from bench.throughput.bed import Bed
+    from bench.throughput.shared_models import SharedModels
 
 
 OUR_PLAIN = "ours plain"  # our plain decoding, which no method of ours should be slower than
@@ -125,7 +125,7 @@ class Method(ABC):
         return None
 
     @abstractmethod
-    def prepare(self, bed: "Bed", contest: Contest) -> None:
+    def prepare(self, models: "SharedModels", contest: Contest) -> None:
         """Get ready for calls of a contest."""
 
     @abstractmethod

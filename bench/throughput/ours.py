@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 import engine
-from bench.throughput.bed import Bed
 from bench.throughput.forwards import ForwardClock
 from bench.throughput.methods import OUR_PLAIN, OUR_PLAIN_COUPLED, Call, Contest, Method, Row
 from bench.throughput.options import checkpoints, drafter_label, is_draft_model, synthetic_acceptance
+from bench.throughput.shared_models import SharedModels
 from bench.throughput.synthetic import SyntheticDrafter
 from engine.checkpoints import Checkpoint
 from engine.drafters.base import stages_of
@@ -75,18 +75,18 @@ class Ours(Method):
             return "a drafter of given acceptance needs a text that is sure: temperature 0, or the rule coupled"
         return super().unavailable(contest, device)
 
-    def prepare(self, bed: Bed, contest: Contest) -> None:
-        self._contest, self._bed = contest, bed
-        self._drafter = self._make_drafter(bed)
+    def prepare(self, models: SharedModels, contest: Contest) -> None:
+        self._contest, self._models = contest, models
+        self._drafter = self._make_drafter(models)
         if self._max_length is not None:
-            self._settings.setdefault("max_length", min(self._max_length, bed.context_length))
+            self._settings.setdefault("max_length", min(self._max_length, models.context_length))
         self._llm = engine.load(
-            bed.target,
+            models.target,
             drafter=self._drafter,
             num_draft_tokens=self.num_draft_tokens or 0,
             verification=self.verification,
             max_batch_size=contest.batch_size,
-            tokenizer=bed.tokenizer,
+            tokenizer=models.tokenizer,
             **self._settings,
         )
         if self.drafts == "greedy":
@@ -104,29 +104,29 @@ class Ours(Method):
         self._llm.warmup(rows, lengths, self._params())
 
     def _params(self, **more: Any) -> engine.SamplingParams:
-        """Without the repetition penalty that a checkpoint may ask for, as everybody else gets it, see `Bed.stock_copy`."""
+        """Without the repetition penalty that a checkpoint may ask for, as everybody else gets it, see `SharedModels.stock_copy`."""
         return engine.SamplingParams(
             self._contest.temperature, top_p=self._contest.top_p, repetition_penalty=1.0, **more
         )
 
-    def _make_drafter(self, bed: Bed) -> Any:
+    def _make_drafter(self, models: SharedModels) -> Any:
         if self.drafter is not None and self.synthetic:
-            return SyntheticDrafter(synthetic_acceptance(self.drafter), bed.vocab_size, self._seed)
+            return SyntheticDrafter(synthetic_acceptance(self.drafter), models.vocab_size, self._seed)
         if self.drafter is None or not is_draft_model(self.drafter):
             return self.drafter
-        model, tokenizer = bed.ours[checkpoints(self.drafter)[0]]
+        model, tokenizer = models.ours[checkpoints(self.drafter)[0]]
         staged = self.drafter.startswith(STAGED)
         if self.drafts == "sampled":
             return (SampledStagedDrafts if staged else SampledDrafts)(model, tokenizer=tokenizer)
-        return draft_model(Checkpoint(bed.target, bed.tokenizer), Checkpoint(model, tokenizer), staged)
+        return draft_model(Checkpoint(models.target, models.tokenizer), Checkpoint(model, tokenizer), staged)
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
-        more = dict(max_new_tokens=max_new_tokens, ignore_eos=self._bed.ignore_eos)
+        more = dict(max_new_tokens=max_new_tokens, ignore_eos=self._models.ignore_eos)
         params = [self._params(seed=seed, **more) for seed in seeds]
         if isinstance(self._drafter, SyntheticDrafter):
             self._drafter.expect(prompts, self.plain_texts)
         before, clock = _seconds(self._llm.stats), ForwardClock(self._llm)
-        on_cpu = self._bed.device.type == "cpu"  # a GPU works apart from the host's clock, and graphs call no hooks
+        on_cpu = self._models.device.type == "cpu"  # a GPU works apart from the host's clock, and graphs call no hooks
         with clock if on_cpu else nullcontext():
             outputs = self._llm.generate(prompts, params)
         prefill, draft, verify = (b - a for a, b in zip(before, _seconds(self._llm.stats), strict=True))

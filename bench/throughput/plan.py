@@ -3,11 +3,11 @@
 import itertools
 from collections.abc import Iterator
 
-from bench.throughput.hf import Transformers, TransformersAssisted
 from bench.throughput.methods import Contest, Method
 from bench.throughput.options import DEFAULT_K, Options, draws, is_draft_model
-from bench.throughput.others import Economize, FlashSpec
+from bench.throughput.other_engines import Economize, FlashSpec
 from bench.throughput.ours import Ours
+from bench.throughput.transformers_methods import Transformers, TransformersAssisted
 
 
 def contests(options: Options, dtype: str) -> list[Contest]:

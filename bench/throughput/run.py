@@ -14,11 +14,11 @@ from bench import timing
 from bench.figures import tidy
 from bench.report import code_digest, digest, environment
 from bench.throughput import plan
-from bench.throughput.bed import load_bed
 from bench.throughput.match import Match, room_for_prompts, say, skip
 from bench.throughput.options import Options
 from bench.throughput.prompts import Prompt, groups, read_prompts
 from bench.throughput.records import Records, no_other_run
+from bench.throughput.shared_models import load_models
 from engine.checkpoints import check_checkpoint
 from engine.default_model import find_model
 
@@ -90,18 +90,18 @@ def _measure(options: Options, records: Records, prompts: Sequence[Prompt]) -> N
     units = sum(len(groups(prompts, contest.prompts_per_call)) for contest in planned) * options.repeats
     with tqdm(total=units * len(options.dtypes), unit="call", dynamic_ncols=True, smoothing=0) as bar:
         for dtype in options.dtypes:
-            bed = None
+            models = None
             for contest in plan.contests(options, dtype):
                 if contest.label in records.run["finished"]:
                     skip(bar, len(groups(prompts, contest.prompts_per_call)) * options.repeats)
                     continue
-                if bed is None:
-                    bed = load_bed(options, dtype)
+                if models is None:
+                    models = load_models(options, dtype)
                     for length in options.max_new_tokens:
-                        room_for_prompts(bed, length)  # so that one too many is told before all others are measured
-                known = replace(contest, dtype=bed.dtype)
-                Match(options, records, bed, known, prompts).play(bar)
+                        room_for_prompts(models, length)  # so that one too many is told before all others are measured
+                known = replace(contest, dtype=models.dtype)
+                Match(options, records, models, known, prompts).play(bar)
                 records.finish(contest.label, asdict(known))
-            del bed
+            del models
             tidy()
     records.save_run(complete=True)

@@ -1,7 +1,7 @@
 """Drafting with Medusa heads (Cai et al., arXiv 2401.10774), as a chain; the network is in `medusa_model.py`."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,12 +39,11 @@ class MedusaDrafter(HiddenHeadDrafter):
         super().__init__(model, greedy, source)
 
     @staticmethod
-    def matches(files: HeadFiles) -> bool:
+    def matches(config: dict[str, Any], names: Collection[str]) -> bool:
         """Whether the config, or else the names of the tensors, are those of Medusa heads."""
-        config = files.config
         if "medusa_num_heads" in config or config.get("model_type") == "medusa":
             return True
-        return "model_type" not in config and any(_layout(name) is not None for name in map(_bare, files.tensors))
+        return "model_type" not in config and any(_layout(name) is not None for name in map(_bare, names))
 
     @classmethod
     def from_files(cls, files: HeadFiles, **options: Any) -> Self:

@@ -119,9 +119,9 @@ class MlpSpeculatorDrafter(HiddenHeadDrafter):
         self.min_reach = min_reach
 
     @staticmethod
-    def matches(files: HeadFiles) -> bool:
+    def matches(config: dict[str, Any]) -> bool:
         """Whether the config is that of an MLP speculator."""
-        return files.config.get("model_type") == "mlp_speculator" or _ARCHITECTURE in _architectures(files.config)
+        return config.get("model_type") == "mlp_speculator" or _ARCHITECTURE in _architectures(config)
 
     @classmethod
     def from_files(cls, files: HeadFiles, **options: Any) -> Self:

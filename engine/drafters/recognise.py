@@ -4,7 +4,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers.utils.hub import cached_file
@@ -12,7 +11,7 @@ from transformers.utils.hub import cached_file
 from ..hub import may_be_hub_id, naming_errors
 from .base import Drafter
 from .eagle import EagleDrafter
-from .head_files import HeadFiles, load_pickled, read_head, read_head_config, reading, weight_files
+from .head_files import load_pickled, read_head, read_head_config, reading, weight_files
 from .medusa import MedusaDrafter
 from .mlp import MlpSpeculatorDrafter
 
@@ -59,10 +58,10 @@ def _kind(config: dict[str, Any], names: Collection[str] = ()) -> Any:
     speculator = config.get("speculators_model_type")
     if speculator is not None and speculator not in SPECULATORS:
         raise ValueError(f"drafter must have a speculators_model_type of {list(SPECULATORS)}, got {speculator!r}")
-    files = HeadFiles(Path(), config, dict.fromkeys(names, torch.empty(0)))
-    for kind in (MedusaDrafter, MlpSpeculatorDrafter):
-        if speculator is None and kind.matches(files):
-            return kind
+    if speculator is None and MedusaDrafter.matches(config, names):
+        return MedusaDrafter
+    if speculator is None and MlpSpeculatorDrafter.matches(config):
+        return MlpSpeculatorDrafter
     architectures = config.get("architectures") or []
     architectures = [architectures] if isinstance(architectures, str) else architectures
     others = [str(name) for name in architectures if any(part in str(name).lower() for part in UNSUPPORTED)]

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import BatchEncoding
 
-from ..file_samples import digest_of
+from ..file_digest import file_digest
 from ..whole_files import written_whole
 
 WORK = "work"
@@ -70,13 +70,13 @@ def settings_of(options: Mapping[str, Any], prompts: Sequence[Any]) -> dict[str,
 
 def checkpoint_digest(path: Path) -> str:
     """A hash that tells whether a GGUF file, or the checkpoint in a folder, is still what it was: over the names of its files and
-    `digest_of` each."""
+    `file_digest` each."""
     files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
     digest = hashlib.sha256()
     for file in sorted(files):
         if file.suffix not in _OF_CHECKPOINTS:
             continue
-        digest.update(f"{file.name}\n".encode() + digest_of(file))
+        digest.update(f"{file.name}\n".encode() + file_digest(file))
     return digest.hexdigest()
 
 

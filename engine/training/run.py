@@ -29,8 +29,8 @@ from .eagle3 import Eagle3Training, check_start
 from .eagle3_files import save_eagle3
 from .files import SAVING, begin, check_out, checkpoint_digest, no_room, replacing, settings_of
 from .hidden import KeptTexts
+from .initial_model import head_to_start_from, layers_of_head, layers_to_keep, objective_of
 from .loop import Schedule, is_done, train
-from .making import head_to_start_from, layers_of_head, layers_to_keep, objective_of
 from .objectives import DraftModelTraining
 from .options import TrainingOptions
 from .plots import plot_training

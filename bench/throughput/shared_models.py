@@ -23,7 +23,7 @@ TARGET = ""  # the key of the target among the models; draft models go by the lo
 
 
 @dataclass
-class Bed:
+class SharedModels:
     """A target, its tokenizer and the draft models; all on one device.
 
     Attributes:
@@ -85,7 +85,7 @@ class Bed:
         return twin
 
 
-def load_bed(options: Options, dtype: str) -> Bed:
+def load_models(options: Options, dtype: str) -> SharedModels:
     """Load the target and all draft models.
 
     Raises:
@@ -101,7 +101,7 @@ def load_bed(options: Options, dtype: str) -> Bed:
         draft = _load(name, main.target_model.dtype, str(main.target_model.device))
         ours[name] = (draft.target_model, draft.tokenizer)
     eos = frozenset() if options.ignore_eos else eos_token_ids(main.target_model, main.tokenizer)
-    return Bed(ours, main.max_length, eos, options.ignore_eos)
+    return SharedModels(ours, main.max_length, eos, options.ignore_eos)
 
 
 def _load(source: str, dtype: Any, device: str) -> engine.Engine:

@@ -7,7 +7,7 @@ _HEAD = 32 << 20  # bytes; metadata and a vocabulary stand in front of the weigh
 _SAMPLES, _SAMPLE = 64, 64 << 10
 
 
-def digest_of(path: Path) -> bytes:
+def file_digest(path: Path) -> bytes:
     """SHA-256 over a file's size, its first 32 MiB and 64 samples of 64 KiB of what follows."""
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size} ".encode())

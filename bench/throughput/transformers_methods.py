@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria
 
-from bench.throughput.bed import Bed
 from bench.throughput.methods import Call, Contest, Method, Row, synchronize, together, up_to_end
 from bench.throughput.options import drafter_label
+from bench.throughput.shared_models import SharedModels
 
 
 class Steps(StoppingCriteria):
@@ -64,9 +64,9 @@ class Transformers(Method):
         if compiled:
             self._settings["cache_implementation"] = "static"
 
-    def prepare(self, bed: Bed, contest: Contest) -> None:
-        self._model: PreTrainedModel | None = bed.stock_copy()
-        self._bed, self._contest, self._batch_size = bed, contest, contest.batch_size
+    def prepare(self, models: SharedModels, contest: Contest) -> None:
+        self._model: PreTrainedModel | None = models.stock_copy()
+        self._models, self._contest, self._batch_size = models, contest, contest.batch_size
 
     def _sampling(self) -> dict[str, Any]:
         if self._contest.temperature == 0:
@@ -81,8 +81,8 @@ class Transformers(Method):
 
     def _batch(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         assert self._model is not None
-        longest, device = max(map(len, prompts)), self._bed.device
-        pad = self._bed.pad_token_id
+        longest, device = max(map(len, prompts)), self._models.device
+        pad = self._models.pad_token_id
         padded = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
         torch.manual_seed(seeds[0])
@@ -93,12 +93,12 @@ class Transformers(Method):
                 input_ids=padded, attention_mask=mask, max_new_tokens=max_new_tokens, stopping_criteria=[steps],
                 **self._sampling(), **self._settings,
             )  # fmt: skip
-        rows = [up_to_end(row[longest:], self._bed.eos_token_ids) for row in texts.tolist()]
+        rows = [up_to_end(row[longest:], self._models.eos_token_ids) for row in texts.tolist()]
         first = (steps.lengths[0] - longest) * len(rows)
         return Call([self._row(ids, longest, steps) for ids in rows], steps.first_seconds, first)
 
     def _steps(self, num_rows: int) -> Steps:
-        return Steps(num_rows, self._bed.device)
+        return Steps(num_rows, self._models.device)
 
     def _row(self, token_ids: list[int], prompt_length: int, steps: Steps) -> Row:
         return Row.plain(token_ids)
@@ -125,15 +125,15 @@ class TransformersAssisted(Transformers):
         self._assistant = drafter
         self.name = f"transformers {drafter_label(self.drafter)} K={num_draft_tokens}"
 
-    def prepare(self, bed: Bed, contest: Contest) -> None:
-        super().prepare(bed, contest)
+    def prepare(self, models: SharedModels, contest: Contest) -> None:
+        super().prepare(models, contest)
         assert self._model is not None
         self._widths: list[int] = []  # of the input of each target call
         self._model.register_forward_pre_hook(self._note_width, with_kwargs=True)
         if self._assistant is None:
             self._settings["prompt_lookup_num_tokens"] = self.num_draft_tokens
         else:
-            assistant = bed.stock_copy(self._assistant)
+            assistant = models.stock_copy(self._assistant)
             assistant.generation_config.num_assistant_tokens = self.num_draft_tokens
             self._settings["assistant_model"] = assistant
 
@@ -145,7 +145,7 @@ class TransformersAssisted(Transformers):
         return super().generate(prompts, seeds, max_new_tokens)
 
     def _steps(self, num_rows: int) -> Steps:
-        return AssistedSteps(num_rows, self._bed.device, self._widths)
+        return AssistedSteps(num_rows, self._models.device, self._widths)
 
     def _row(self, token_ids: list[int], prompt_length: int, steps: Steps) -> Row:
         """The first call reads the prompt and drafts behind it, each later one the last token and drafts behind it."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from bench.throughput.bed import Bed
 from bench.throughput.methods import Call, Contest, FirstLogits, Method, Row, together
 from bench.throughput.options import drafter_label
+from bench.throughput.shared_models import SharedModels
 
 
 class FlashSpec(Method):
@@ -30,17 +30,17 @@ class FlashSpec(Method):
         rule = "default" if num_draft_tokens is None else f"K={num_draft_tokens}"
         self.name = f"flashspec {drafter_label(self.drafter)} {rule}"
 
-    def prepare(self, bed: Bed, contest: Contest) -> None:
+    def prepare(self, models: SharedModels, contest: Contest) -> None:
         import flashspec
 
         logging.getLogger("flashspec").setLevel(logging.ERROR)  # a line of JSON for each engine otherwise
         from flashspec.engine import HuggingFaceDrafter, NgramDrafter, TargetModel
 
-        device, dtype = bed.device, bed.target.dtype
-        self._eos = sorted(bed.eos_token_ids)
+        device, dtype = models.device, models.target.dtype
+        self._eos = sorted(models.eos_token_ids)
         drafter: Any = NgramDrafter()
         if self._draft_name is not None:
-            model = bed.stock_copy(self._draft_name)
+            model = models.stock_copy(self._draft_name)
             drafter = HuggingFaceDrafter(self._draft_name, device, dtype, model=model)
             drafter.set_temperature(contest.temperature)
         arms: dict[str, Any] = {}
@@ -50,7 +50,7 @@ class FlashSpec(Method):
         if self.num_draft_tokens is not None:
             sampling["gamma"] = self.num_draft_tokens
         config = flashspec.FlashSpecConfig(device=str(device), sampling=flashspec.SamplingConfig(**sampling), **arms)
-        target = TargetModel("target", device, dtype, model=bed.stock_copy())
+        target = TargetModel("target", device, dtype, model=models.stock_copy())
         self._engine: Any = flashspec.SpeculativeEngine(config, [drafter], target)
         self._device = device
 
@@ -79,7 +79,7 @@ class Economize(Method):
         self._draft_name = drafter
         self.name = f"economize {drafter_label(self.drafter)} K={num_draft_tokens}"
 
-    def prepare(self, bed: Bed, contest: Contest) -> None:
+    def prepare(self, models: SharedModels, contest: Contest) -> None:
         import economize
         from economize.techniques.draft_model import DraftModelConfig
         from economize.techniques.lookup import LookupConfig
@@ -87,16 +87,16 @@ class Economize(Method):
         assert isinstance(self.num_draft_tokens, int)
         technique: Any = LookupConfig()
         if self._draft_name is not None:
-            technique = DraftModelConfig(model=bed.source(self._draft_name))
+            technique = DraftModelConfig(model=models.source(self._draft_name))
         self._decoding = economize.DecodeConfig(
             cycle_length=self.num_draft_tokens + 1,  # its cycle counts the target's own token
             verifier="rejection" if contest.temperature else None,
-            cuda_graphs=bed.device.type == "cuda",
+            cuda_graphs=models.device.type == "cuda",
         )
-        self._base = bed.stock_copy()
+        self._base = models.stock_copy()
         self._model: Any = economize.apply(self._base, technique, decoding=self._decoding)
         self._sampler, self._contest = economize.TopPSampler, contest
-        self._eos, self._device, self._batch_size = set(bed.eos_token_ids), bed.device, contest.batch_size
+        self._eos, self._device, self._batch_size = set(models.eos_token_ids), models.device, contest.batch_size
 
     def generate(self, prompts: list[list[int]], seeds: list[int], max_new_tokens: int) -> Call:
         """Batch after batch: it decodes all that it is given together."""
