@@ -7,7 +7,8 @@ counter  (index, position, origin, stream), 32 bits each
 - origin: the position of the round's first drafted token.
 - index: the block of four tokens that the number is for. Token v takes output v % 4 of index v // 4. Draws in two levels number
   their blocks from BLOCK_LEVEL on, as if they were tokens beyond any vocabulary. Group g of a race takes outputs 0 and 1 of index
-  GROUP_LEVEL + g. A number that belongs to a position and not to a token (the acceptance test) takes output 0 of index 0.
+  GROUP_LEVEL + g. A number that belongs to a position and not to a token takes output 0 of index 0 (the acceptance test), or
+  outputs 0 and 1 (a draw by inversion).
 - stream: the purpose. Streams are disjoint. SAMPLE has origin 0, so that plain decoding and the bonus token of a round draw alike.
   The others have their round's origin, because a later round may decide a position again.
 

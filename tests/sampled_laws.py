@@ -96,16 +96,18 @@ def p_value(
     count: int,
     prompts: Sequence[list[int]] = PROMPTS,
     length: int = 2,
+    first_seed: int = 0,
 ) -> float:
     """The smallest one of several prompts, which share batches.
 
     Args:
-        count: samples of all prompts together, with seeds 0, 1, ...
+        count: samples of all prompts together, with one seed after another.
         length: tokens of each.
     """
     which = [seed // SIDE_BY_SIDE % len(prompts) for seed in range(count)]
     params = [
-        engine.SamplingParams(**setting, seed=seed, max_new_tokens=length, ignore_eos=True) for seed in range(count)
+        engine.SamplingParams(**setting, seed=first_seed + seed, max_new_tokens=length, ignore_eos=True)
+        for seed in range(count)
     ]
     counts: list[Counter[Text]] = [Counter() for _ in prompts]
     for prompt, output in zip(which, llm.generate([prompts[prompt] for prompt in which], params), strict=True):

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ import engine
 from bench import attention_cases, end_to_end, targets, timing
 from bench.drafter_cases import ON_THE_HOST, drafters, tokenizer
 from bench.figures import Figures
+from engine.backend import sample
 from engine.cuda_capture import _not_ended as not_ended
 from engine.draft_length import FixedLength
+from engine.drafters import proposals
 from engine.gpu_layers import GpuLayerParts
 from engine.graphs import Graphs
 from engine.kernels import attention
@@ -41,6 +44,12 @@ def device() -> Iterator[Device]:
 def target(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
     more = {"max_position_embeddings": 256, "num_hidden_layers": 3} if name == "llama" else {}
     return tiny(name, dtype=dtype, pad_token_id=None, **more)  # GPT-2 looks for it in what it reads
+
+
+@pytest.fixture
+def drafts_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn by noise for every token on the CPU too, where inversion, which is quicker there, draws others."""
+    monkeypatch.setattr(proposals, "sample_by_inversion", partial(sample, return_logprobs=True))
 
 
 def check_text(
@@ -79,6 +88,7 @@ def check_text(
     assert len(llm._target.graphs) > 0
 
 
+@pytest.mark.usefixtures("drafts_as_on_a_gpu")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_good_draft_model(device: Device, monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     check_text(device, monkeypatch, lambda model: engine.DraftModel(perturbed(model, 0.05)), temperature)
@@ -290,6 +300,7 @@ def moved_ids(model: Any, by: int) -> Any:
     return other
 
 
+@pytest.mark.usefixtures("drafts_as_on_a_gpu")
 @pytest.mark.parametrize(
     ("name", "temperature"),
     [

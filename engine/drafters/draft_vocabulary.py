@@ -23,6 +23,9 @@ class SeenTokens(NamedTuple):
     ids: Tensor  # [B, N] int64, target ids, none twice where valid
     valid: Tensor  # [B, N] bool
     rows: Tensor  # [B, N, H], of the target's output matrix
+    all_ids: (
+        Tensor  # [B, V_draft + N] int64, the target's ids of the draft vocabulary and these; its size where not valid
+    )
 
 
 class DraftVocabulary:
@@ -51,7 +54,10 @@ class DraftVocabulary:
         if self._output is None:
             return None
         ids, valid = self._on_host(state) if state.can_look else self._on_device(state)
-        return SeenTokens(ids, valid, self._output[ids]) if ids.shape[1] else None
+        if not ids.shape[1]:
+            return None
+        all_ids = torch.cat([self.ids.expand(len(ids), -1), ids.masked_fill(~valid, self.vocab_size)], dim=1)
+        return SeenTokens(ids, valid, self._output[ids], all_ids)
 
     def _on_host(self, state: BatchState) -> tuple[Tensor, Tensor]:
         """Ids and which are valid, of no more columns than a row needs."""
@@ -93,20 +99,16 @@ class DraftVocabulary:
 
     def target_ids(self, tokens: Tensor, seen: SeenTokens | None) -> Tensor:
         """Ids [B, 1] of such logits, -1 for none, as the target's."""
-        ids = self.ids[tokens.clamp(0, len(self.ids) - 1)]
-        if seen is not None:
-            behind = tokens - len(self.ids)
-            ids = torch.where(behind < 0, ids, seen.ids.gather(1, behind.clamp(min=0)))
+        found = tokens.clamp(min=0)
+        ids = self.ids[found] if seen is None else seen.all_ids.gather(1, found)
         return ids.where(tokens >= 0, -1)
 
     def of_target(self, logits: Tensor, seen: SeenTokens | None) -> Tensor:
         """Such logits as [B, 1, vocab_size]; tokens that are not drafted get -inf."""
         if self._is_targets:
             return logits
-        own, more = logits.split([len(self.ids), logits.shape[-1] - len(self.ids)], dim=-1)
-        whole = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
-        whole[..., self.ids] = own
-        if seen is not None:  # what is not valid writes once more what stands there
-            ids = seen.ids.where(seen.valid, self.ids[0])
-            whole.scatter_(-1, ids[:, None], more.where(seen.valid[:, None], own[..., :1]))
-        return whole
+        ids = self.ids[None] if seen is None else seen.all_ids
+        whole = logits.new_full(
+            (*logits.shape[:-1], self.vocab_size + 1), -torch.inf
+        )  # the last one for what is not valid
+        return whole.scatter_(-1, ids[:, None].expand(logits.shape), logits)[..., :-1]

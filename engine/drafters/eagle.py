@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import sample
 from ..config import check_bool, check_instance
 from ..cpu_layers import fuse_cpu_layers
 from ..graphs import bucket
@@ -24,7 +24,7 @@ from .draft_vocabulary import DraftVocabulary, SeenTokens
 from .eagle_files import build
 from .eagle_model import EagleModel, usual_layers
 from .head_files import HeadFiles, check_made_for, read_head
-from .proposals import any_reaches, check_min_reach, confidence, likeliest, noise, nothing, side_by_side
+from .proposals import any_reaches, check_min_reach, confidence, draws_of, likeliest, nothing, side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -267,17 +267,17 @@ class EagleDrafter:
             tokens, sure = vocabulary.target_ids(found.tokens, seen), found.confidence
             assert sure is not None
             return Proposal(tokens, confidence=sure), sure
-        sampling = {**noise(state, step), "return_logprobs": True}
         if state.coupled and not greedy:  # the target's noise goes by its ids
-            tokens, _, logprobs = sample(vocabulary.of_target(logits, seen), **sampling)
+            tokens, _, logprobs = draws_of(state, vocabulary.of_target(logits, seen), step, return_logprobs=True)
             assert logprobs is not None
             return Proposal(tokens), confidence(logprobs)
         if self.greedy:
-            sampling["temperature"] = torch.zeros_like(state.temperature)
-        tokens, stats, logprobs = sample(logits, **sampling)
+            state = replace(state, temperature=torch.zeros_like(state.temperature))
+        tokens, stats, logprobs = draws_of(state, logits, step, return_logprobs=True)
         assert logprobs is not None
-        tokens, sure = vocabulary.target_ids(tokens, seen), confidence(logprobs)
+        sure = confidence(logprobs)
         if greedy:
-            return Proposal(tokens, confidence=sure), sure
-        stats = stats._replace(argmax=vocabulary.target_ids(stats.argmax.clamp(min=0), seen))
-        return Proposal(tokens, vocabulary.of_target(logits, seen), stats), sure
+            return Proposal(vocabulary.target_ids(tokens, seen), confidence=sure), sure
+        ids = vocabulary.target_ids(torch.cat([tokens, stats.argmax.clamp(min=0)], dim=1), seen)
+        stats = stats._replace(argmax=ids[:, 1:])
+        return Proposal(ids[:, :1], vocabulary.of_target(logits, seen), stats), sure

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backend import DRAFT, SAMPLE, RowStats, row_stats, sample
+from ..backend import DRAFT, SAMPLE, Draws, RowStats, row_stats, sample, sample_by_inversion
 from ..config import is_number
 from ..state import BatchState, Proposal
 
@@ -118,9 +118,16 @@ def drafts_of(state: BatchState, logits: Tensor, step: int | Tensor, greedy: boo
     return likeliest(logits) if greedy or (state.all_greedy and state.can_look) else drawn(state, logits, step)
 
 
+def draws_of(state: BatchState, logits: Tensor, step: int | Tensor, return_logprobs: bool = False) -> Draws:
+    """The draws of rows [B, W, V], of which the first is for draft number `step`."""
+    if state.can_look and not state.coupled:  # in a third of the time
+        return sample_by_inversion(logits, **noise(state, step))
+    return sample(logits, **noise(state, step), return_logprobs=return_logprobs)
+
+
 def drawn(state: BatchState, logits: Tensor, step: int | Tensor) -> Proposal:
     """What rows [B, W, V] draw, of which the first is for draft number `step`, an int or [B] int64."""
-    draws = sample(logits, **noise(state, step))
+    draws = draws_of(state, logits, step)
     if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
         return Proposal(draws.tokens)
     return Proposal(draws.tokens, logits, draws.stats)
