@@ -166,6 +166,16 @@ def test_many_prompts(label: str, folder: str) -> None:
         ('temperature 0.7, top-p 0.9, `rejection`, `"auto"`', "sampled_top_p_cpu", f"ours ngram+{HEAD} K=auto"),
         ('temperature 0.7, top-p 0.9, `block`, `"auto"`', "sampled_top_p_cpu", f"ours ngram+{HEAD} K=auto block"),
         ("`transformers`, prompt lookup, with these settings", "sampled_top_p_cpu", "transformers lookup K=5"),
+        (
+            'on the EPYC with AVX2: temperature 0.7, `rejection`, `"auto"`',
+            "sampled_avx2_cpu",
+            f"ours ngram+{HEAD} K=auto",
+        ),
+        (
+            'on the EPYC with AVX2: temperature 0.7, `block`, `"auto"`',
+            "sampled_avx2_cpu",
+            f"ours ngram+{HEAD} K=auto block",
+        ),
     ],
 )
 def test_sampled_drafts(label: str, folder: str, method: str) -> None:
