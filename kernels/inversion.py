@@ -5,6 +5,8 @@ draft must. On a CPU inversion takes a third of its time. Where either serves, f
 distribution, they draw other tokens with the same probabilities.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from . import philox
 from .numerics import computed
-from .records import Draws, RowStats
+from .records import DRAW_BLOCK, Draws, RowStats
 from .rows import Temperatures, row_stats
 
 
@@ -48,10 +50,11 @@ def sample_by_inversion(
         if scale is not None:
             values = values * scale.numpy()[:, None, None]
         peak = values.max(axis=-1)
-        sums = np.cumsum(np.exp(values - peak[..., None]), axis=-1, dtype=np.float64)
-        lse = (np.log(sums[..., -1]) + peak).astype(raw.dtype)
+        weights = np.exp(values - peak[..., None])
+        ends = _block_ends(weights)
+        lse = (np.log(ends[..., -1]) + peak).astype(raw.dtype)
         lse[peak == -np.inf] = -np.inf
-        tokens = _inverted(sums, _uniform(seed, position, origin, stream, raw.shape[1]))
+        tokens = _inverted(weights, ends, _uniform(seed, position, origin, stream, raw.shape[1]))
         if greedy is not None:
             tokens = np.where(greedy, argmax, tokens)
             threshold = np.where(greedy, raw.max(axis=-1), threshold)
@@ -69,10 +72,34 @@ def _uniform(seed: Tensor, position: Tensor, origin: Tensor, stream: int, width:
     return ((words[..., 0] << 20 | words[..., 1] >> 12) + 0.5) * 2.0**-52
 
 
-def _inverted(sums: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The first place of each row [B, W, V] whose sum is above u [B, W] times the last one."""
-    total = sums[..., -1]
-    wanted = np.minimum(u * total, np.nextafter(total, 0))  # by rounding, the product may come to all
-    rows = zip(sums.reshape(-1, sums.shape[-1]), wanted.flat, strict=True)
-    found = [np.searchsorted(row, each, side="right") for row, each in rows]
-    return np.minimum(np.array(found).reshape(wanted.shape), sums.shape[-1] - 1)
+def _block_ends(weights: NDArray[Any]) -> NDArray[np.float64]:
+    """The sums of [..., V] up to the end of each block of DRAW_BLOCK weights, the last of which may be shorter: [..., blocks]."""
+    size = weights.shape[-1]
+    whole = size - size % DRAW_BLOCK
+    sums = weights[..., :whole].reshape(*weights.shape[:-1], -1, DRAW_BLOCK).sum(axis=-1)
+    if whole < size:
+        sums = np.append(sums, weights[..., whole:].sum(axis=-1, keepdims=True), axis=-1)
+    return np.cumsum(sums, axis=-1, dtype=np.float64)
+
+
+def _inverted(weights: NDArray[Any], ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The first token of each row [B, W, V] up to which the weights come to more than u [B, W] times all: first its block, then it."""
+    rows = zip(weights.reshape(-1, weights.shape[-1]), ends.reshape(-1, ends.shape[-1]), u.flat, strict=True)
+    found = []
+    for its_weights, its_ends, number in rows:
+        block, rest = _first_above(its_ends, number * its_ends[-1])
+        start = block * DRAW_BLOCK
+        inside = np.cumsum(its_weights[start : start + DRAW_BLOCK], dtype=np.float64)
+        found.append(start + _first_above(inside, rest)[0])
+    return np.array(found).reshape(u.shape)
+
+
+def _first_above(sums: NDArray[np.float64], wanted: float) -> tuple[int, float]:
+    """The first place whose sum is above what is wanted, and what is wanted beyond the sum before; 0 for NaN.
+
+    By rounding, what is wanted may come to all: then it is the last place that adds something."""
+    wanted = min(wanted, np.nextafter(sums[-1], 0))
+    place = int(np.searchsorted(sums, wanted, side="right"))
+    if place == len(sums):  # NaN
+        return 0, 0.0
+    return place, wanted - sums[place - 1] if place else wanted
