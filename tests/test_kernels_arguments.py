@@ -183,7 +183,7 @@ def test_warmup_does_nothing_where_the_twins_serve(monkeypatch: pytest.MonkeyPat
     def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a call was made")
 
-    for name in ("row_stats", "sample", "verify", "reserve"):
+    for name in ("row_stats", "sample", "verify", "reserve_counters"):
         monkeypatch.setattr(warmup, name, fail)
     monkeypatch.delenv("ENGINE_KERNELS", raising=False)
     warmup.warmup(100, 2, torch.float32, "cpu", METHODS, 100, filters=True)

@@ -24,7 +24,7 @@ from tiny_tokenizer import byte_tokenizer
 from training_cases import PROMPTS, log_of, options, write_target
 
 import engine
-from engine.training import answers, hidden, loop, making, run
+from engine.training import answers, hidden, initial_model, loop, run
 from engine.training.eagle3_files import for_this_engine_alone
 from engine.training.files import check_out, checkpoint_digest, settings_of
 from engine.training.options import TrainingOptions
@@ -222,7 +222,7 @@ def test_what_other_servers_load_is_what_is_trained_by_default(tmp_path: Path) -
 
 
 def test_who_loads_a_head() -> None:
-    assert [making.layers_to_read(count) for count in (30, 7, 6, 3, 2, 1)] == [
+    assert [initial_model.layers_to_read(count) for count in (30, 7, 6, 3, 2, 1)] == [
         (2, 15, 27), (2, 3, 4), (3, 4, 5), (0, 1, 2), (0, 1, 2), (0, 1),
     ]  # fmt: skip
     assert for_this_engine_alone((2, 15, 27), 30, False) == []
@@ -816,8 +816,8 @@ def test_a_head_to_start_from(
     freeze_head: bool, target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: list[Any] = []
-    frequent = making.frequent_tokens
-    monkeypatch.setattr(making, "frequent_tokens", lambda *given: (known.append(given[3]), frequent(*given))[1])
+    frequent = initial_model.frequent_tokens
+    monkeypatch.setattr(initial_model, "frequent_tokens", lambda *given: (known.append(given[3]), frequent(*given))[1])
     changes: dict[str, Any] = {"freeze_head": freeze_head, "epochs": 1}
     if freeze_head:
         start = train_drafter(PROMPTS, tmp_path / "start", options(target, **changes))

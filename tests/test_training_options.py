@@ -13,7 +13,7 @@ import torch
 from training_cases import PROMPTS, options, write_target
 
 import engine
-from engine.training import hidden, making, run
+from engine.training import hidden, initial_model, run
 from engine.training.answers import answer_prompts, read_answers
 from engine.training.loop import Schedule
 from engine.training.options import TrainingOptions
@@ -60,7 +60,7 @@ def test_every_option_is_used(
     method: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, up_to_the_training: Any
 ) -> None:
     told: dict[str, Any] = {}
-    frequent = making.frequent_tokens
+    frequent = initial_model.frequent_tokens
 
     def watched_answers(llm: engine.Engine, prompts: Any, file: Path, *given: Any) -> Any:
         told["answers"], told["batch"] = given, llm.config.max_batch_size
@@ -71,7 +71,7 @@ def test_every_option_is_used(
         return frequent(answers, *given)
 
     monkeypatch.setattr(run, "answer_prompts", watched_answers)
-    monkeypatch.setattr(making, "frequent_tokens", watched_frequent)
+    monkeypatch.setattr(initial_model, "frequent_tokens", watched_frequent)
     chosen = options(
         target, method, seed=7, learning_rate=3e-3, tokens_per_batch=333, epochs=3, learn_prompts=True, max_new_tokens=5,
         temperatures=(0.3, 0.9), max_length=40, batch_size=3, validation_share=0.25, **OWN[method],
