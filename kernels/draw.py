@@ -95,7 +95,7 @@ def draw(weights: Tensor, seed: Tensor, position: Tensor, origin: Tensor | int, 
     size = weights.shape[-1]
     if size <= DRAW_BLOCK:
         return _first(weights, philox.arrivals(seed, position, origin, stream, size))
-    mass = _block_sums(weights)
+    mass = block_sums(weights)
     times = philox.times(seed, position, origin, stream, mass.shape[-1], first=philox.BLOCK_LEVEL)
     first = _first(mass, times) * DRAW_BLOCK
     arrivals = philox.arrivals(seed, position, origin, stream, DRAW_BLOCK, first)
@@ -117,7 +117,7 @@ def _block_at(weights: Tensor, first: Tensor) -> Tensor:
     return inside.masked_fill_(ids >= size, 0) if size % DRAW_BLOCK else inside
 
 
-def _block_sums(weights: Tensor) -> Tensor:
+def block_sums(weights: Tensor) -> Tensor:
     """Sums over blocks of DRAW_BLOCK, the last of which may be shorter: [..., V] -> [..., blocks]."""
     size = weights.shape[-1]
     whole = size - size % DRAW_BLOCK

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import philox
+from .draw import block_sums
 from .numerics import computed
 from .records import DRAW_BLOCK, Draws, RowStats
 from .rows import Temperatures, row_stats
@@ -51,7 +52,8 @@ def sample_by_inversion(
             values = values * scale.numpy()[:, None, None]
         peak = values.max(axis=-1)
         weights = np.exp(values - peak[..., None])
-        ends = _block_ends(weights)
+        # Of blocks of DRAW_BLOCK weights, the last of which may be shorter.
+        ends = np.cumsum(block_sums(torch.from_numpy(weights)).numpy(), axis=-1, dtype=np.float64)
         lse = (np.log(ends[..., -1]) + peak).astype(raw.dtype)
         lse[peak == -np.inf] = -np.inf
         tokens = _inverted(weights, ends, _uniform(seed, position, origin, stream, raw.shape[1]))
@@ -72,18 +74,9 @@ def _uniform(seed: Tensor, position: Tensor, origin: Tensor, stream: int, width:
     return ((words[..., 0] << 20 | words[..., 1] >> 12) + 0.5) * 2.0**-52
 
 
-def _block_ends(weights: NDArray[Any]) -> NDArray[np.float64]:
-    """The sums of [..., V] up to the end of each block of DRAW_BLOCK weights, the last of which may be shorter: [..., blocks]."""
-    size = weights.shape[-1]
-    whole = size - size % DRAW_BLOCK
-    sums = weights[..., :whole].reshape(*weights.shape[:-1], -1, DRAW_BLOCK).sum(axis=-1)
-    if whole < size:
-        sums = np.append(sums, weights[..., whole:].sum(axis=-1, keepdims=True), axis=-1)
-    return np.cumsum(sums, axis=-1, dtype=np.float64)
-
-
 def _inverted(weights: NDArray[Any], ends: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The first token of each row [B, W, V] up to which the weights come to more than u [B, W] times all: first its block, then it."""
+    """The first token of each row [B, W, V] up to which the weights come to more than u [B, W] times all: first its block, by the
+    sums `ends` [B, W, blocks] up to the end of each, then the token inside it."""
     rows = zip(weights.reshape(-1, weights.shape[-1]), ends.reshape(-1, ends.shape[-1]), u.flat, strict=True)
     found = []
     for its_weights, its_ends, number in rows:

@@ -104,7 +104,7 @@ class Ours(Method):
         self._llm.warmup(rows, lengths, self._params())
 
     def _params(self, **more: Any) -> engine.SamplingParams:
-        """Without the repetition penalty that a checkpoint may ask for, as everybody else gets it, see `SharedModels.stock_copy`."""
+        """Without the repetition penalty that a checkpoint may ask for; so does everybody else, see `SharedModels.stock_copy`."""
         return engine.SamplingParams(
             self._contest.temperature, top_p=self._contest.top_p, repetition_penalty=1.0, **more
         )
