@@ -1,10 +1,11 @@
-"""The public calls `row_stats`, `sample` and `verify`: the same operations on any device, from Triton or from torch.
+"""The public calls `row_stats`, `sample` and `verify`: the same operations on any device, from Triton, Numba or torch.
 
-Triton serves CUDA and ROCm tensors, torch all others. ENGINE_KERNELS=triton|torch overrides the choice; `triton` with
-TRITON_INTERPRET=1 runs the kernels on CPU tensors. float64 is always served by torch.
+Triton serves CUDA and ROCm tensors, Numba those on a CPU, torch all others. ENGINE_KERNELS=triton|torch overrides the choice;
+`triton` with TRITON_INTERPRET=1 runs the kernels on CPU tensors. float64 is always served by torch.
 """
 
 import os
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from . import philox, reference
 from .checks import FLOATS, NUMBERS, as_float, check_tensor
-from .records import Draws, RowStats, Verdict
+from .records import GREEDY_BELOW, Draws, RowStats, Verdict
 
 LOSSLESS_METHODS = ("rejection", "block", "coupled")
 METHODS = (*LOSSLESS_METHODS, "typical")
@@ -43,6 +44,10 @@ def row_stats(
         from .row_stats import row_stats as triton_row_stats
 
         return triton_row_stats(logits, temperature, top_k, top_p, min_p, **more)
+    if use_loops(logits):
+        from .cpu import row_stats as cpu_row_stats
+
+        return cpu_row_stats(logits, temperature, top_k, top_p, min_p, **more)
     return reference.row_stats(logits, temperature, top_k, top_p, min_p, **more)
 
 
@@ -80,7 +85,33 @@ def sample(
         from .sample import sample as triton_sample
 
         return triton_sample(logits, **more)
+    if use_loops(logits):
+        from .cpu import sample as cpu_sample
+
+        return cpu_sample(logits, **more)
     return reference.sample(logits, **more)
+
+
+def sample_by_inversion(
+    logits: Tensor,  # [B, W, V]
+    temperature: Tensor | None = None,  # [B] float
+    top_k: Tensor | None = None,  # [B] int
+    top_p: Tensor | None = None,  # [B] float
+    min_p: Tensor | None = None,  # [B] float
+    *,
+    seed: Tensor,  # [B] int64
+    position: Tensor,  # [B] int64
+    origin: Tensor,  # [B] int64
+    stream: int,
+) -> Draws:
+    """As `sample` with log-probabilities, by less work where compiled loops serve the logits: with a single random number for each
+    row. It draws other tokens with the same probabilities, and serves drafts that verification compares with their distribution."""
+    more: dict[str, Any] = dict(seed=seed, position=position, origin=origin, stream=stream)
+    if use_loops(logits):
+        from .cpu import sample_by_inversion as cpu_sample_by_inversion
+
+        return cpu_sample_by_inversion(logits, temperature, top_k, top_p, min_p, **more)
+    return sample(logits, temperature, top_k, top_p, min_p, **more, return_logprobs=True)
 
 
 def verify(
@@ -133,17 +164,38 @@ def verify(
     more: dict[str, Any] = dict(
         rows, seed=seed, position=position, method=method, logit_bias=logit_bias, token_mask=token_mask
     )
-    more |= dict(
-        cu_num_logits=cu_num_logits,
-        return_logprobs=return_logprobs,
-        typical_epsilon=typical_epsilon,
-        typical_delta=typical_delta,
-    )
+    more |= dict(cu_num_logits=cu_num_logits, return_logprobs=return_logprobs)
+    of_typical: dict[str, Any] = dict(typical_epsilon=typical_epsilon, typical_delta=typical_delta)
     if use_triton(target_logits, draft_logits, *(draft_stats or ())):
         from .verify import verify as triton_verify
 
-        return triton_verify(target_logits, draft_tokens, draft_logits, draft_stats, **more)
-    return reference.verify(target_logits, draft_tokens, draft_logits, draft_stats, **more)
+        return triton_verify(target_logits, draft_tokens, draft_logits, draft_stats, **more, **of_typical)
+    in_loops = method != "typical" and (return_logprobs or not _all_greedy(temperature))
+    if in_loops and use_loops(target_logits, draft_logits, *(draft_stats or ())):
+        from .cpu import verify as cpu_verify
+
+        return cpu_verify(target_logits, draft_tokens, draft_logits, draft_stats, **more)
+    return reference.verify(target_logits, draft_tokens, draft_logits, draft_stats, **more, **of_typical)
+
+
+def use_loops(tensor: Tensor, *others: Tensor | None) -> bool:
+    """Whether compiled loops serve these tensors, which Triton does not, and not their torch twins."""
+    if tensor.device.type != "cpu" or _choice() == "torch" or not _has_numba():
+        return False
+    return all(each is None or each.dtype != torch.float64 for each in (tensor, *others))
+
+
+def _all_greedy(temperature: Tensor | None) -> bool:
+    """Of temperatures on a CPU, whether argmaxes are all that is wanted. Torch finds them as fast, and Numba takes half a second to
+    import."""
+    if temperature is None or temperature.device.type != "cpu":
+        return False
+    return bool((temperature.detach().float().numpy() < GREEDY_BELOW).all())
+
+
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
 
 
 def use_triton(tensor: Tensor, *others: Tensor | None) -> bool:

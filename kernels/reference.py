@@ -25,7 +25,7 @@ from .draw import draw, draw_by_token
 from .numerics import argmax, bounds, chunks, computed, finite, indices_unless_all, resize, row_indices, take
 from .records import Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, residual
-from .rows import Rows, Temperatures, adjusted, unpacked
+from .rows import Rows, Temperatures, adjusted, head, unpacked_with
 
 Given = ParamSpec("Given")
 
@@ -122,12 +122,10 @@ def verify(
     If all are accepted, the next token comes from the target's next row. Greedy rows accept drafts while they are the argmax.
     """
     num_drafts = draft_tokens.shape[1]
-    if cu_num_logits is not None:  # missing rows become -inf throughout
-        target_logits = unpacked(target_logits, cu_num_logits, num_drafts + 1, -torch.inf)
-        if logit_bias is not None and logit_bias.dim() == 2:
-            logit_bias = unpacked(logit_bias, cu_num_logits, num_drafts + 1, 0)
-        if token_mask is not None and token_mask.dim() == 2:
-            token_mask = unpacked(token_mask, cu_num_logits, num_drafts + 1, True)
+    if cu_num_logits is not None:
+        target_logits, logit_bias, token_mask = unpacked_with(
+            target_logits, logit_bias, token_mask, cu_num_logits, num_drafts + 1
+        )
     if method in ("coupled", "typical") or num_drafts == 0:
         draft_logits = None
     narrow = target_logits.dtype != torch.float64
@@ -139,7 +137,7 @@ def verify(
             return verdict
     p, q = Rows.of(target, temperatures, filters, want_argmax=method == "coupled"), None
     if draft_logits is not None:
-        draft = adjusted(draft_logits, *(_head(value, num_drafts) for value in (logit_bias, token_mask)))
+        draft = adjusted(draft_logits, *(head(value, num_drafts) for value in (logit_bias, token_mask)))
         if narrow:  # behind the bias, as `sample` rounds its threshold behind it, too
             draft, draft_stats = _narrow(draft), None if draft_stats is None else _narrow_stats(draft_stats)
         q = Rows.of(draft, temperatures, filters, draft_stats, want_argmax=False)
@@ -286,8 +284,3 @@ def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, s
 def _at(values: Tensor, index: Tensor) -> Tensor:
     """values[b, index[b]]: [B, W], [B, 1] -> [B]."""
     return values.gather(1, index).squeeze(1)
-
-
-def _head(value: Tensor | None, width: int) -> Tensor | None:
-    """The first `width` rows of [B, W, V]; [V] and [B, V] serve every row."""
-    return value[:, :width] if value is not None and value.dim() == 3 else value

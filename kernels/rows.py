@@ -123,6 +123,22 @@ def unpacked(values: Tensor, cu: Tensor, width: int, fill: float) -> Tensor:
     return values[at.clamp(max=len(values) - 1)].masked_fill_(missing, fill)
 
 
+def unpacked_with(
+    target_logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None, cu: Tensor, width: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Packed rows with their bias and mask, as `ops.verify` takes them, as [B, width, V]. Rows that are missing are -inf throughout."""
+    if logit_bias is not None and logit_bias.dim() == 2:
+        logit_bias = unpacked(logit_bias, cu, width, 0)
+    if token_mask is not None and token_mask.dim() == 2:
+        token_mask = unpacked(token_mask, cu, width, True)
+    return unpacked(target_logits, cu, width, -torch.inf), logit_bias, token_mask
+
+
+def head(value: Tensor | None, width: int) -> Tensor | None:
+    """The first `width` rows of a bias or mask [B, W, V]; [V] and [B, V] serve every row."""
+    return value[:, :width] if value is not None and value.dim() == 3 else value
+
+
 def adjusted(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None) -> Tensor:
     """Logits [B, V] or [B, W, V] with the bias [V], [B, V] or [B, W, V] added, in the dtype of the computation, and with tokens
     outside the mask at -inf. If the vocabulary is larger than that of bias and mask, its further tokens have neither.

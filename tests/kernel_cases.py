@@ -1,9 +1,11 @@
 """Inputs for the kernels, and the comparison of a kernel with its torch twin.
 
-The twin always runs on the CPU. The kernels run in the interpreter there or, where there is a GPU, compiled on it.
+The twin always runs on the CPU. The kernels run in the interpreter there or, where there is a GPU, compiled on it. What is asked of
+Triton's kernels is asked of the compiled loops of CPUs as well.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +17,11 @@ from engine.kernels.row_stats import row_stats
 from engine.kernels.sample import sample
 from engine.kernels.verify import verify
 
+if find_spec("numba"):
+    from engine.kernels import cpu
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WITH_LOOPS = find_spec("numba") is not None  # those of CPUs; GPUs need no Numba
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (1, 7, 1000, 49_152, 151_936)
@@ -244,7 +250,10 @@ def check_row_stats(
     actual = row_stats(to_device(logits, device), to_device(temperature, device), **on_device)
     assert_counters_are_clear()
     same_log = device == "cpu" or "min_p" not in options
-    assert_stats_agree(actual, reference.row_stats(logits, temperature, **options), logits.dtype, same_log)
+    expected = reference.row_stats(logits, temperature, **options)
+    assert_stats_agree(actual, expected, logits.dtype, same_log)
+    if WITH_LOOPS:
+        assert_stats_agree(cpu.row_stats(logits, temperature, **options), expected, logits.dtype, same_log=False)
     return actual
 
 
@@ -253,10 +262,13 @@ def check_sample(logits: Tensor, temperature: Tensor | None = None, device: str 
     actual = sample(to_device(logits, device), to_device(temperature, device), **on_device)
     assert_counters_are_clear()
     expected = reference.sample(logits, temperature, **rows)
-    assert torch.equal(actual.tokens.cpu(), expected.tokens)
-    assert_stats_agree(actual.stats, expected.stats, logits.dtype, same_log=device == "cpu" or "min_p" not in rows)
-    if expected.logprobs is not None:
-        torch.testing.assert_close(actual.logprobs.cpu(), expected.logprobs, rtol=1e-5, atol=2e-5)
+    for draws in (actual, cpu.sample(logits, temperature, **rows)) if WITH_LOOPS else (actual,):
+        same_log = draws is actual and (device == "cpu" or "min_p" not in rows)
+        assert torch.equal(draws.tokens.cpu(), expected.tokens)
+        assert_stats_agree(draws.stats, expected.stats, logits.dtype, same_log)
+        assert (draws.logprobs is None) == (expected.logprobs is None)
+        if expected.logprobs is not None:
+            torch.testing.assert_close(draws.logprobs.cpu(), expected.logprobs, rtol=1e-5, atol=2e-5)
     return actual.tokens
 
 
@@ -267,4 +279,6 @@ def check_verify(case: Case, device: str = DEVICE, **more: Any) -> Verdict:
     assert_counters_are_clear()
     expected = reference.verify(**case)
     assert_verdicts_equal(actual, expected)
+    if WITH_LOOPS and case.get("method") != "typical":
+        assert_verdicts_equal(cpu.verify(**case), expected)
     return expected

@@ -18,11 +18,12 @@ from kernel_cases import (
 )
 from torch import Tensor
 
-from engine.kernels import inversion, ops, philox, reference
-from engine.kernels.inversion import sample_by_inversion
+from engine.kernels import ops, philox, reference
+from engine.kernels.ops import sample_by_inversion
 from engine.kernels.records import Draws
 from engine.kernels.rows import log_prob
 
+cpu_loops = pytest.importorskip("engine.kernels.cpu_loops", reason="needs Numba", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 COUNT = 200_000
 TARGET = torch.tensor([1.0, 0.5, -0.5, 2.0, 0.0, 1.2, -1.0, 0.3])
@@ -44,17 +45,16 @@ def uniform(rows: dict[str, Tensor], width: int) -> Tensor:
 def check(logits: Tensor, temperature: Tensor | None, filters: dict[str, Tensor], rows: dict[str, Tensor]) -> None:
     draws = sampled(logits, temperature, **filters, **rows)
     stats = reference.row_stats(logits, temperature, **filters)
-    assert_stats_agree(draws.stats, stats, logits.dtype)
-    log_p = log_prob(logits, stats, temperature)
-    assert draws.logprobs is not None and draws.logprobs.dtype == torch.float32
-    own = log_p.gather(-1, draws.tokens[..., None])[..., 0]
-    torch.testing.assert_close(draws.logprobs, own.clamp(max=0), rtol=1e-5, atol=2e-5)
+    assert_stats_agree(draws.stats, stats, logits.dtype, same_log=False)
     temperature = torch.ones(len(logits)) if temperature is None else temperature
     greedy = temperature < 1e-5
     kept = logits >= stats.threshold[..., None]
-    law = (logits.double() / temperature.double()[:, None, None]).masked_fill(~kept, -torch.inf).softmax(dim=-1)
+    scaled = logits.double() / temperature.double().where(~greedy, 1)[:, None, None]
+    law = scaled.masked_fill(~kept & ~greedy[:, None, None], -torch.inf).softmax(dim=-1)
     end = law.cumsum(dim=-1).gather(-1, draws.tokens[..., None])[..., 0]
     share = law.gather(-1, draws.tokens[..., None])[..., 0]
+    assert draws.logprobs is not None and draws.logprobs.dtype == torch.float32
+    torch.testing.assert_close(draws.logprobs.double(), share.log(), rtol=1e-5, atol=2e-5)
     u = uniform(rows, logits.shape[1])
     assert ((share > 0) & (end - share - 1e-6 <= u) & (u <= end + 1e-6))[~greedy].all()
     assert torch.equal(draws.tokens[greedy], stats.argmax[greedy])
@@ -102,13 +102,13 @@ def test_rows_that_are_no_distribution() -> None:
         torch.testing.assert_close(draws.stats.lse, expected.stats.lse, equal_nan=True)
 
 
-@pytest.mark.parametrize("number", [2.0**-53, 1 - 2.0**-53, 1.0])
-def test_the_ends_of_the_unit_interval(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
-    """Tokens without probability are never drawn, though the first and the last of the vocabulary are such."""
-    monkeypatch.setattr(inversion, "_uniform", lambda *_: np.full((1, 1), number))
-    logits = torch.tensor([[[-torch.inf, -200.0, 0.0, 1.0, 0.5, -200.0, -torch.inf]]])
-    rows = dict(seed=torch.tensor([1]), position=torch.tensor([4]))
-    assert sampled(logits, **rows).tokens.item() == (2 if number < 0.5 else 4)
+@pytest.mark.parametrize(("wanted", "place"), [(0.0, 1), (2.0**-53, 1), (0.999, 1), (1.0, 3), (3.0, 3), (3.1, 3)])
+def test_the_ends_of_the_unit_interval(wanted: float, place: int) -> None:
+    """Tokens without probability are never drawn, though the first and the last of the vocabulary are such, and though by rounding
+    more may be wanted than there is."""
+    weights = np.array([0.0, 1.0, 0.0, 2.0, 0.0])
+    found, rest = cpu_loops._place.py_func(weights, wanted)
+    assert (found, rest) == (place, wanted - (place == 3))
 
 
 def many(logits: Tensor, temperature: float = 1.0, **filters: Tensor) -> Tensor:

@@ -138,6 +138,13 @@ def test_drafted_rounds_in_a_row_have_the_law_of_the_target(method: str) -> None
     assert p_value(sampled_chain({}), method, 200_000, drafted=True) > 1e-3
 
 
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistakes are put into the twins: compiled loops do not see them."""
+    monkeypatch.setenv("ENGINE_KERNELS", "torch")
+
+
+@pytest.mark.usefixtures("by_torch")
 def test_numbers_without_the_origin_of_their_round_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: in `block` a rejected draft has had a say in how many stand, so it must not be drawn again."""
     words = philox.philox
@@ -149,6 +156,7 @@ def test_numbers_without_the_origin_of_their_round_are_caught(monkeypatch: pytes
     assert p_value(sampled_chain({}), "block", 200_000, drafted=True) < 1e-9
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("method", METHODS)
 def test_numbers_without_their_position_are_caught(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Negative control, the only one that can hurt `coupled`."""
@@ -161,6 +169,7 @@ def test_numbers_without_their_position_are_caught(monkeypatch: pytest.MonkeyPat
     assert p_value(sampled_chain({}), method, 50_000) < 1e-9
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("stream", ["ACCEPT", "RESIDUAL"])
 @pytest.mark.parametrize("method", ["rejection", "block"])
 def test_a_stream_shared_with_the_drafts_is_caught(monkeypatch: pytest.MonkeyPatch, method: str, stream: str) -> None:
@@ -219,6 +228,7 @@ def test_a_million_draws_over_several_blocks_through_triton(method: str) -> None
     assert min(wide_p_values(method, 1_000_000, DEVICE)) > 1e-3
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("wrong", ["q", "noise of the blocks"])
 def test_mistakes_over_several_blocks_are_caught(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Negative controls: another q, and blocks drawn with the noise of the first tokens."""

@@ -1,0 +1,242 @@
+"""`row_stats`, `sample` and `verify` on a CPU, in compiled loops (cpu_loops.py); see `reference` for what they are.
+
+Torch's operations take tens of microseconds each behind a model's forward pass, when nothing of them is in the caches, and a call
+of the reference is a hundred of them. A call here is one.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import cpu_loops, philox, reference
+from .numerics import computed
+from .rank_threshold import rank_threshold
+from .records import Draws, RowStats, Verdict
+from .rows import Filters, Temperatures, adjusted, head, unpacked_with
+
+if not cpu_loops.kept():
+    logging.getLogger(__name__).warning(
+        "compiling the loops that sample and verify on a CPU, which takes some seconds once on a machine"
+    )
+_RULES = dict(rejection=cpu_loops.REJECTION, block=cpu_loops.BLOCK, coupled=cpu_loops.COUPLED)
+
+
+def row_stats(
+    logits: Tensor,  # [B, V] or [B, W, V] float32, bfloat16 or float16, any strides; so below
+    temperature: Tensor | None = None,  # [B] float
+    top_k: Tensor | None = None,  # [B] int
+    top_p: Tensor | None = None,  # [B] float
+    min_p: Tensor | None = None,  # [B] float
+    *,
+    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, W, V] float
+    token_mask: Tensor | None = None,  # likewise, bool
+) -> RowStats:
+    """Stats of rows: fields [B] or [B, W]."""
+    rows = adjusted(logits, logit_bias, token_mask)
+    return _of_rows(cpu_loops.STATS, rows, temperature, (top_k, top_p, min_p), (None, None, None), 0).stats
+
+
+def sample(
+    logits: Tensor,  # [B, V] or [B, W, V]
+    temperature: Tensor | None = None,  # [B] float
+    top_k: Tensor | None = None,  # [B] int
+    top_p: Tensor | None = None,  # [B] float
+    min_p: Tensor | None = None,  # [B] float
+    *,
+    seed: Tensor,  # [B] int64
+    position: Tensor,  # [B] int64
+    origin: Tensor | None = None,  # [B] int64
+    stream: int = philox.SAMPLE,
+    logit_bias: Tensor | None = None,  # [V], [B, V] or [B, W, V] float
+    token_mask: Tensor | None = None,  # likewise, bool
+    return_logprobs: bool = False,
+) -> Draws:
+    """One token per row, with noise for each token, so that rows that are close draw the same as often as they can."""
+    rows, filters = adjusted(logits, logit_bias, token_mask), (top_k, top_p, min_p)
+    draws = _of_rows(cpu_loops.BY_TOKEN, rows, temperature, filters, (seed, position, origin), stream)
+    return draws if return_logprobs else draws._replace(logprobs=None)
+
+
+def sample_by_inversion(
+    logits: Tensor,  # [B, V] or [B, W, V]
+    temperature: Tensor | None = None,  # [B] float
+    top_k: Tensor | None = None,  # [B] int
+    top_p: Tensor | None = None,  # [B] float
+    min_p: Tensor | None = None,  # [B] float
+    *,
+    seed: Tensor,  # [B] int64
+    position: Tensor,  # [B] int64
+    origin: Tensor,  # [B] int64
+    stream: int,
+) -> Draws:
+    """One token per row by a single random number u: the first up to which the probabilities come to more than u.
+
+    It draws other tokens than `sample`, with the same probabilities and in less time. It serves drafts that verification compares
+    with their distribution."""
+    filters = top_k, top_p, min_p
+    return _of_rows(cpu_loops.BY_INVERSION, logits, temperature, filters, (seed, position, origin), stream)
+
+
+def verify(
+    target_logits: Tensor,  # [B, K+1, V_target], or packed [N, V_target]
+    draft_tokens: Tensor,  # [B, K] int64
+    draft_logits: Tensor | None = None,  # [B, K, V_draft]
+    draft_stats: RowStats | None = None,  # of draft_logits, fields [B, K]
+    *,
+    temperature: Tensor | None = None,  # [B] float
+    top_k: Tensor | None = None,  # [B] int
+    top_p: Tensor | None = None,  # [B] float
+    min_p: Tensor | None = None,  # [B] float
+    seed: Tensor,  # [B] int64
+    position: Tensor,  # [B] int64
+    method: str = "rejection",  # or block or coupled
+    logit_bias: Tensor | None = None,  # see `ops.verify`
+    token_mask: Tensor | None = None,
+    cu_num_logits: Tensor | None = None,  # [B+1] int32
+    return_logprobs: bool = False,
+) -> Verdict:
+    """How many drafts are accepted, and the next token. Sequences with rows that are no distribution go to the reference."""
+    batch, num_drafts = draft_tokens.shape
+    filters = top_k, top_p, min_p
+    if cu_num_logits is not None and any(each is not None for each in (logit_bias, token_mask, top_k, top_p)):
+        target_logits, logit_bias, token_mask = unpacked_with(
+            target_logits, logit_bias, token_mask, cu_num_logits, num_drafts + 1
+        )
+        cu_num_logits = None
+    target = adjusted(target_logits, logit_bias, token_mask)
+    draft, its_stats = None, np.empty((2, 0, 0), np.float32)
+    if draft_logits is not None and num_drafts and method != "coupled":
+        draft = adjusted(draft_logits, *(head(value, num_drafts) for value in (logit_bias, token_mask)))
+        draft_stats = draft_stats or row_stats(draft, temperature, *filters)
+        its_stats = np.stack([_array(each, np.float32) for each in (draft_stats.lse, draft_stats.threshold)])
+
+    tokens, logprobs = np.empty((batch, num_drafts + 1), np.int64), np.empty((batch, num_drafts + 1), np.float32)
+    num_accepted, status = np.empty((2, batch), np.int32)
+    said = np.empty(batch, np.bool_)
+    cpu_loops.verify_sequences(
+        _RULES[method],
+        *_memory(target),
+        _array(cu_num_logits, np.int32),
+        *_options((batch, num_drafts + 1), target, temperature, filters),
+        *(_array(value, np.int64) for value in (seed, position, draft_tokens)),
+        *_memory(draft),
+        its_stats,
+        return_logprobs,
+        *(tokens, num_accepted, status, logprobs, said),
+    )
+    if not said.all():
+        rest = torch.from_numpy(np.flatnonzero(~said))
+        if cu_num_logits is not None:
+            target, _, _ = unpacked_with(target, None, None, cu_num_logits, num_drafts + 1)
+        stats = None if draft is None or draft_stats is None else RowStats(*(field[rest] for field in draft_stats))
+        theirs = reference.verify(
+            target[rest],
+            draft_tokens[rest],
+            _at(draft, rest),
+            stats,
+            temperature=_at(temperature, rest),
+            top_k=_at(top_k, rest),
+            top_p=_at(top_p, rest),
+            min_p=_at(min_p, rest),
+            seed=seed[rest],
+            position=position[rest],
+            method=method,
+            return_logprobs=return_logprobs,
+        )
+        tokens[~said], num_accepted[~said], status[~said] = (field.numpy() for field in theirs[:3])
+        if theirs.logprobs is not None:
+            logprobs[~said] = theirs.logprobs.numpy()
+    return Verdict(
+        torch.from_numpy(tokens),
+        torch.from_numpy(num_accepted),
+        torch.from_numpy(status),
+        torch.from_numpy(logprobs) if return_logprobs else None,
+    )
+
+
+def _of_rows(
+    what: int,
+    logits: Tensor,
+    temperature: Tensor | None,
+    filters: Filters,
+    noise: tuple[Tensor | None, Tensor | None, Tensor | None],  # seed, position, origin
+    stream: int,
+) -> Draws:
+    """The stats of rows, and what they draw by `what`, one of the numbers in cpu_loops.py. Rows that are no distribution go to the
+    reference."""
+    shape, size = logits.shape[:-1], logits.shape[-1]
+    batch, width = shape if len(shape) == 2 else (len(logits), 1)
+    threshold, lse, logprobs = np.empty((3, batch, width), np.float32)
+    argmax, tokens = np.empty((2, batch, width), np.int64)
+    said = np.empty((batch, width), np.bool_)
+    seed, position, origin = (_array(value, np.int64, batch) for value in noise)
+    cpu_loops.sample_rows(
+        what,
+        *_memory(logits),
+        *_options((batch, width), logits, temperature, filters),
+        *(seed, position, origin, stream),
+        *(threshold, lse, argmax, tokens, logprobs, said),
+    )
+    if not said.all():
+        b, w = map(torch.from_numpy, np.nonzero(~said))
+        theirs = reference.row_stats(
+            logits.reshape(batch, width, size)[b, w],
+            *(_at(value, b) for value in (temperature, *filters)),
+        )
+        tokens[~said], logprobs[~said] = -1, 0
+        threshold[~said], lse[~said], argmax[~said] = (field.numpy() for field in theirs)
+    tokens_, logprobs_, *stats = (
+        torch.from_numpy(each.reshape(shape)) for each in (tokens, logprobs, threshold, lse, argmax)
+    )
+    return Draws(tokens_, RowStats(*stats), logprobs_)
+
+
+def _at(values: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if values is None else values[index]
+
+
+def _memory(logits: Tensor | None) -> tuple[NDArray[np.int16], NDArray[np.float32], int, int, int]:
+    """Rows [B, W, V], [B, V] or [N, V] as the loops take them: the memory, of bfloat16 or else of float32 numbers, V, and how many
+    there are from a sequence to the next and from a row to the next."""
+    none = np.empty(0, np.int16), np.empty(0, np.float32)
+    if logits is None or not logits.numel():
+        return *none, 0, 0, 0
+    logits = logits.detach().float() if logits.dtype == torch.float16 else logits.detach()
+    if logits.is_neg() or logits.stride(-1) != 1:
+        logits = logits.resolve_neg().contiguous()
+    sizes, strides = logits.shape, logits.stride()
+    if not logits.is_contiguous():  # all from the first number to the last
+        logits = logits.as_strided((1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)),), (1,))
+    if logits.dtype == torch.float32:
+        both = none[0], logits.numpy().reshape(-1)
+    else:
+        both = logits.view(torch.int16).numpy().reshape(-1), none[1]
+    return *both, sizes[-1], strides[0], strides[-2]
+
+
+def _options(
+    shape: tuple[int, int], logits: Tensor, temperature: Tensor | None, filters: Filters
+) -> tuple[NDArray[np.float32], ...]:
+    """Thresholds of top-k and top-p for rows of this shape [B, W], temperatures [B] and min-p [B]."""
+    top_k, top_p, min_p = filters
+    lowest = np.empty(shape, np.float32)
+    if top_k is top_p is None:
+        lowest.fill(-np.inf)
+    else:
+        rows = Temperatures.of(temperature).scale(logits), top_k, top_p
+        its = (value if value is None or logits.dim() == 2 else value[:, None].expand(shape) for value in rows)
+        lowest[:] = _array(rank_threshold(computed(logits), *its), np.float32).reshape(shape)
+    temperatures = np.ones(shape[0], np.float32) if temperature is None else _array(temperature, np.float32)
+    return lowest, temperatures, _array(min_p, np.float32, shape[0])
+
+
+def _array(values: Tensor | None, dtype: type, size: int = 0) -> NDArray[Any]:
+    """The numbers of a tensor in memory, or zeros where there is none. Contiguous, as loops are compiled for that."""
+    if values is None:
+        return np.zeros(size, dtype)
+    values = values.detach().resolve_neg()
+    return np.ascontiguousarray((values.float() if values.dtype == torch.bfloat16 else values).numpy(), dtype)

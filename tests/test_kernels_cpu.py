@@ -1,0 +1,163 @@
+"""What the compiled loops of CPUs promise beside what their twins compute (kernel_cases.py compares them wherever it looks at Triton)."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import (
+    LAYOUTS,
+    assert_independent,
+    assert_stats_agree,
+    assert_verdicts_equal,
+    lay_out,
+    pack,
+    random_filters,
+    random_logits,
+    random_rows,
+    verify_case,
+)
+
+from engine.kernels import ops, philox, reference
+
+cpu = pytest.importorskip("engine.kernels.cpu", reason="needs Numba", exc_type=ImportError)
+cpu_loops = pytest.importorskip("engine.kernels.cpu_loops", reason="needs Numba", exc_type=ImportError)
+METHODS = ("rejection", "block", "coupled")
+VOCAB = 5_003  # several blocks, the last of which is not whole
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("draft_vocab", [None, VOCAB, 3_000], ids=["one-hot", "full", "smaller"])
+@pytest.mark.parametrize("method", METHODS)
+def test_ordinary_calls_stay_in_the_loops(
+    monkeypatch: pytest.MonkeyPatch, method: str, draft_vocab: int | None, dtype: torch.dtype
+) -> None:
+    """Sequences that are greedy or have no draft or few among them."""
+    case, rows = verify_case(generator(1), 8, 3, VOCAB, draft_vocab, dtype), random_rows(8, generator(2))
+    for name in ("row_stats", "sample", "verify"):
+        monkeypatch.delattr(reference, name)
+    verdict = ops.verify(**case, method=method, return_logprobs=True)
+    assert (verdict.num_accepted >= 0).all()
+    ops.row_stats(case["target_logits"], case["temperature"])
+    ops.sample(case["target_logits"], case["temperature"], **rows)
+    ops.sample_by_inversion(case["target_logits"], **rows, origin=rows["position"], stream=philox.DRAFT)
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
+@pytest.mark.parametrize("draft_vocab", [None, VOCAB], ids=["one-hot", "full"])
+@pytest.mark.parametrize("method", METHODS)
+def test_sequences_do_not_depend_on_their_neighbours(method: str, draft_vocab: int | None, filtered: bool) -> None:
+    """Bit for bit, not even where one of them goes to the reference."""
+    case = verify_case(generator(3), 6, 3, VOCAB, draft_vocab, torch.bfloat16)
+    case |= random_filters(generator(4), 6, VOCAB) if filtered else {}
+    case["target_logits"][2, 0, 7] = torch.nan
+    case = {name: value for name, value in case.items() if value is not None}
+    assert_independent(partial(ops.verify, method=method, return_logprobs=True), case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_any_layout(dtype: torch.dtype, layout: str) -> None:
+    case = verify_case(generator(5), 5, 2, 1_300, 1_300, dtype)
+    expected = reference.verify(**case, return_logprobs=True)
+    laid_out = case | {name: lay_out(case[name], layout) for name in ("target_logits", "draft_logits")}
+    laid_out["draft_tokens"] = case["draft_tokens"].t().contiguous().t()
+    assert_verdicts_equal(ops.verify(**laid_out, return_logprobs=True), expected)
+
+
+def test_one_row_for_many() -> None:
+    """A stride of 0, as `expand` makes it, and numbers that need gradients."""
+    logits = random_logits(generator(6), 1, 1, 700).requires_grad_()
+    rows = random_rows(50, generator(7))
+    with torch.no_grad():
+        expected = reference.sample(logits.expand(50, 2, 700), **rows)
+    assert torch.equal(ops.sample(logits.expand(50, 2, 700), **rows).tokens, expected.tokens)
+    assert_stats_agree(ops.row_stats(logits[0]), reference.row_stats(logits[0].detach()), torch.float32)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_rows_that_are_missing(method: str) -> None:
+    """Sequences whose last row is missing, though its drafts reach it or not."""
+    case = verify_case(generator(8), 6, 3, 900, 900, torch.bfloat16)
+    packed = pack(case, (4, 1, 2, 4, 3, 2))
+    assert_verdicts_equal(ops.verify(**packed, method=method), reference.verify(**packed, method=method))
+    packed["draft_tokens"] = torch.full_like(packed["draft_tokens"], 5)
+    assert_verdicts_equal(ops.verify(**packed, method=method), reference.verify(**packed, method=method))
+
+
+def test_no_sequences_and_no_rows() -> None:
+    none = verify_case(generator(9), 0, 2, 50, 50)
+    assert ops.verify(**none).tokens.shape == (0, 3)
+    assert ops.row_stats(torch.empty(3, 0, 50)).lse.shape == (3, 0)
+
+
+def test_weights_are_those_of_a_power_of_two() -> None:
+    """Within 3 units in the last place over all normal numbers; nothing below them."""
+    x = np.linspace(-125.9, 0, 200_001).astype(np.float32)
+    ours = np.array([cpu_loops._exp2.py_func(each) for each in x[::40]])
+    assert np.abs(ours / np.exp2(x[::40].astype(np.float64)) - 1).max() < 3 * 2.0**-23
+    assert cpu_loops._exp2.py_func(np.float32(-127)) == 0
+
+
+def test_torch_serves_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, double = torch.zeros(2, 9), torch.zeros(2, 9, dtype=torch.float64)
+    assert ops.use_loops(logits) and not ops.use_loops(double) and not ops.use_loops(logits, double)
+    assert not ops.use_loops(logits.to("meta"))
+    monkeypatch.setenv("ENGINE_KERNELS", "torch")
+    assert not ops.use_loops(logits)
+    monkeypatch.delenv("ENGINE_KERNELS")
+    monkeypatch.setattr(ops, "_has_numba", lambda: False)
+    assert not ops.use_loops(logits)
+    rows = random_rows(2, generator(10)) | dict(origin=torch.zeros(2, dtype=torch.int64), stream=philox.DRAFT)
+    assert torch.equal(ops.sample_by_inversion(logits, **rows).tokens, reference.sample(logits, **rows).tokens)
+
+
+CALLS = """
+import sys, torch
+from engine.kernels import ops
+rows = dict(seed=torch.tensor([1]), position=torch.tensor([2]))
+def verify(temperature):
+    return ops.verify(torch.zeros(1, 2, 9), torch.zeros(1, 1, dtype=torch.int64), temperature=torch.tensor([temperature]), **rows)
+verify(0.0)
+print("numba" in sys.modules, verify(1.0).num_accepted.item() >= 0, "numba" in sys.modules)
+"""
+
+
+def run(**environment: str) -> tuple[str, str]:
+    """What the calls print, and what they say beside."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def test_greedy_verification_does_without_numba() -> None:
+    """Its import takes half a second."""
+    assert run()[0] == "False True True"
+
+
+def test_a_machine_without_a_place_to_keep_compiled_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = cpu_loops.njit
+
+    def njit(**options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile_(**options)
+
+    monkeypatch.setattr(cpu_loops, "njit", njit)
+    assert cpu_loops._called_from_python(lambda x: x + 1)(2) == 3
+
+
+def test_compiling_is_told_once_on_a_machine(tmp_path: Path) -> None:
+    """Here with a folder of its own for what Numba keeps."""
+    told = [run(NUMBA_CACHE_DIR=str(tmp_path))[1] for _ in range(2)]
+    assert "compiling the loops" in told[0] and "compiling" not in told[1]
