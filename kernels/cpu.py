@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import cpu_loops, philox, reference
-from .numerics import computed
-from .rank_threshold import rank_threshold
 from .records import Draws, RowStats, Verdict
-from .rows import Filters, Temperatures, adjusted, head, unpacked_with
+from .rows import Filters, adjusted, head, unpacked_with
 
 if not cpu_loops.kept():
     logging.getLogger(__name__).warning(
@@ -102,7 +100,7 @@ def verify(
     """How many drafts are accepted, and the next token. Sequences with rows that are no distribution go to the reference."""
     batch, num_drafts = draft_tokens.shape
     filters = top_k, top_p, min_p
-    if cu_num_logits is not None and any(each is not None for each in (logit_bias, token_mask, top_k, top_p)):
+    if cu_num_logits is not None and not (logit_bias is None and token_mask is None):
         target_logits, logit_bias, token_mask = unpacked_with(
             target_logits, logit_bias, token_mask, cu_num_logits, num_drafts + 1
         )
@@ -121,7 +119,7 @@ def verify(
         _RULES[method],
         *_memory(target),
         _array(cu_num_logits, np.int32),
-        *_options((batch, num_drafts + 1), target, temperature, filters),
+        *_options(batch, temperature, filters),
         *(_array(value, np.int64) for value in (seed, position, draft_tokens)),
         *_memory(draft),
         its_stats,
@@ -177,7 +175,7 @@ def _of_rows(
     cpu_loops.sample_rows(
         what,
         *_memory(logits),
-        *_options((batch, width), logits, temperature, filters),
+        *_options(batch, temperature, filters),
         *(seed, position, origin, stream),
         *(threshold, lse, argmax, tokens, logprobs, said),
     )
@@ -218,20 +216,11 @@ def _memory(logits: Tensor | None) -> tuple[NDArray[np.int16], NDArray[np.float3
     return *both, sizes[-1], strides[0], strides[-2]
 
 
-def _options(
-    shape: tuple[int, int], logits: Tensor, temperature: Tensor | None, filters: Filters
-) -> tuple[NDArray[np.float32], ...]:
-    """Thresholds of top-k and top-p for rows of this shape [B, W], temperatures [B] and min-p [B]."""
+def _options(batch: int, temperature: Tensor | None, filters: Filters) -> tuple[NDArray[Any], ...]:
+    """top-k, top-p, min-p and the temperatures of sequences, [B] each. Nothing where there is no top-k or top-p at all."""
     top_k, top_p, min_p = filters
-    lowest = np.empty(shape, np.float32)
-    if top_k is top_p is None:
-        lowest.fill(-np.inf)
-    else:
-        rows = Temperatures.of(temperature).scale(logits), top_k, top_p
-        its = (value if value is None or logits.dim() == 2 else value[:, None].expand(shape) for value in rows)
-        lowest[:] = _array(rank_threshold(computed(logits), *its), np.float32).reshape(shape)
-    temperatures = np.ones(shape[0], np.float32) if temperature is None else _array(temperature, np.float32)
-    return lowest, temperatures, _array(min_p, np.float32, shape[0])
+    temperatures = np.ones(batch, np.float32) if temperature is None else _array(temperature, np.float32)
+    return _array(top_k, np.int64), _array(top_p, np.float64), _array(min_p, np.float32, batch), temperatures
 
 
 def _array(values: Tensor | None, dtype: type, size: int = 0) -> NDArray[Any]:

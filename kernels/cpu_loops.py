@@ -155,14 +155,16 @@ def _largest(part):
 
 
 # A row. What is known of the rows of a sequence stands in `looks`: peak, argmax, threshold, and sum of the weights
-# exp((logit - peak) / T) of the tokens above it, each [W]. `options` of a sequence are (thresholds [W], min-p, 1 / T, greedy).
+# exp((logit - peak) / T) of the tokens above it, each [W]. `options` of a sequence are (top-k, top-p, min-p, 1 / T, greedy).
 
 
 @_inner
-def _room(size):
-    """Room to work on a row: two parts of it, the sums of the weights of all blocks, and the largest of all groups."""
-    blocks, groups = -(-size // DRAW_BLOCK), -(-size // GROUP)
-    return np.empty(DRAW_BLOCK, _F32), np.empty(DRAW_BLOCK, _F32), np.empty(blocks, _F32), np.empty(groups, _F32)
+def _room(size, options):
+    """Room to work on a row: two parts of it, the sums of the weights of all blocks, the largest of all groups, and, where there is
+    top-k or top-p, as many logits as it has."""
+    blocks, groups, few = -(-size // DRAW_BLOCK), -(-size // GROUP), size if len(options[0]) or len(options[1]) else 0
+    both = np.empty(DRAW_BLOCK, _F32), np.empty(DRAW_BLOCK, _F32)
+    return *both, np.empty(blocks, _F32), np.empty(groups, _F32), np.empty(few, _F32)
 
 
 @_inner
@@ -180,18 +182,103 @@ def _logit(row, token):
 
 @_inner
 def _options_of(options, b):
-    thresholds, temperature, min_p = options
+    top_k, top_p, min_p, temperature = options
     greedy = temperature[b] < _GREEDY_BELOW
-    return thresholds[b], min_p[b], _F32(1) if greedy else max(_F32(1) / temperature[b], _TINY), greedy
+    inverse = _F32(1) if greedy else max(_F32(1) / temperature[b], _TINY)
+    return top_k[b] if len(top_k) else _0, top_p[b] if len(top_p) else 1.0, min_p[b], inverse, greedy
+
+
+@_inner
+def _amount(room, row, scale, peak, bound):
+    """The sum of the weights 2**((logit - peak) * scale) of the tokens from a bound on; their number where the scale is 0. Those of
+    each block stay in the room."""
+    weights, sums = room[0], room[2]
+    amount = 0.0
+    for block in range(len(sums)):
+        start = block * DRAW_BLOCK
+        part = weights[: min(DRAW_BLOCK, row[3] - start)]
+        _load(part, row, start)
+        _to_weights(part, scale, peak, bound)
+        sums[block] = _sum(part)
+        amount += sums[block]
+    return amount
+
+
+@_inner
+def _select(values, scale, peak, wanted):
+    """The largest of the values from which on the amounts come to what is wanted, or the least, and whether they do; by partitions, as
+    quickselect finds a rank. It leaves the values in another order."""
+    first, last = 0, len(values)
+    found, before = -_INF, 0.0
+    while first < last:
+        found = values[(first + last) // 2]
+        above, equal = 0.0, 0.0
+        greater, place, less = first, first, last
+        while place < less:
+            value = values[place]
+            if value < found:
+                less -= 1
+                values[place], values[less] = values[less], value
+                continue
+            weight = _exp2((value - peak) * scale)
+            if value > found:
+                values[place], values[greater] = values[greater], value
+                greater += 1
+                above += weight
+            else:
+                equal += weight
+            place += 1
+        if before + above >= wanted:
+            last = greater
+        elif before + above + equal >= wanted:
+            return found, True
+        else:
+            first, before = less, before + above + equal
+    return found, False
+
+
+@_inner
+def _reaching(room, row, scale, peak, depth, wanted):
+    """The largest logit from which on the amounts of a row come to what is wanted. It is looked for among those of some depth below
+    the peak, and where these are too few, twice as far down, and so on."""
+    part, few = room[0], room[4]
+    bound = peak - depth
+    while bound > -_INF and not _amount(room, row, scale, peak, bound) >= wanted:
+        depth *= 2
+        bound = peak - depth
+    count = 0
+    for start in range(0, row[3], DRAW_BLOCK):
+        some = part[: min(DRAW_BLOCK, row[3] - start)]
+        _load(some, row, start)
+        for i in range(len(some)):
+            if some[i] >= bound and some[i] > -_INF:
+                few[count] = some[i]
+                count += 1
+    found, reached = _select(few[:count], scale, peak, wanted)
+    return found if reached or bound > -_INF else -_INF
+
+
+@_inner
+def _threshold(room, row, peak, options):
+    """The smallest logit that top-k, top-p of what that left, and min-p keep; -inf where all are off."""
+    top_k, top_p, min_p, inverse, _ = options
+    scale, depth, least = inverse * _LOG2_E, _F32(4) / inverse, -_INF
+    if 0 < top_k < row[3]:
+        least = _reaching(room, row, _F32(0), peak, depth, float(top_k))
+    if top_p < 1:
+        wanted = top_p * _amount(room, row, scale, peak, least)
+        least = max(least, _reaching(room, row, scale, peak, depth, wanted))
+    if min_p > 0:  # prob >= min_p * max prob  <=>  logit >= max + T log(min_p)
+        least = max(least, peak + _F32(math.log(min_p)) / inverse)
+    return least
 
 
 @_inner
 def _look(looks, room, w, row, options):
     """Look at a row; whether it is a distribution."""
     peaks, argmaxes, leasts, totals = looks
-    thresholds, min_p, inverse, greedy = options
-    weights, _, sums, _ = room
-    size = row[3]
+    _, _, _, inverse, greedy = options
+    weights, sums, size = room[0], room[2], row[3]
     peak, best = -_INF, _0
     for block in range(len(sums)):
         start = block * DRAW_BLOCK
@@ -202,19 +289,8 @@ def _look(looks, room, w, row, options):
             peak, best = sums[block], start
     while best < size - 1 and _logit(row, best) != peak:
         best += 1
-    least = thresholds[w]
-    if min_p > 0:  # prob >= min_p * max prob  <=>  logit >= max + T log(min_p)
-        least = max(least, peak + _F32(math.log(min_p)) / inverse)
-    if greedy:
-        least = -_INF
-    total = 0.0
-    for block in range(len(sums)):
-        start = block * DRAW_BLOCK
-        part = weights[: min(DRAW_BLOCK, size - start)]
-        _load(part, row, start)
-        _to_weights(part, inverse * _LOG2_E, peak, least)
-        sums[block] = _sum(part)
-        total += sums[block]
+    least = _threshold(room, row, peak, options) if -_INF < peak < _INF and not greedy else -_INF
+    total = _amount(room, row, inverse * _LOG2_E, peak, least)
     peaks[w], argmaxes[w], leasts[w], totals[w] = peak, best, least, total
     return 0 < total < math.inf and abs(peak * inverse) < _INF
 
@@ -271,7 +347,7 @@ def _draw_in(weights, start, noise, best, chosen):
 @_inner
 def _draw_by_token(room, row, seen, inverse, noise):
     """A token of the row, with noise for each. The token that arrives first in each group comes first: after these, few groups matter."""
-    weights, _, _, largest = room
+    weights, largest = room[0], room[3]
     peak, least, _ = seen
     size = row[3]
     best, chosen = 0.0, _0
@@ -310,7 +386,7 @@ def _place(values, wanted):
 @_inner
 def _draw_by_inversion(room, row, seen, inverse, noise):
     """The first token up to which the weights come to more than u times all."""
-    weights, _, sums, _ = room
+    weights, sums = room[0], room[2]
     peak, least, total = seen
     words = _philox(noise, _0)
     u = (float((words[0] << _U64(20)) | (words[1] >> _U64(12))) + 0.5) * 2.0**-52
@@ -326,17 +402,17 @@ def _draw_by_inversion(room, row, seen, inverse, noise):
 def sample_rows(
     what,
     narrow, wide, size, by_sequence, by_row,
-    thresholds, temperature, min_p, seed, position, origin, stream,
+    top_k, top_p, min_p, temperature, seed, position, origin, stream,
     threshold, lse, argmax, tokens, logprobs, said,
 ):  # fmt: skip
     """Stats of rows [B, W], and what they draw; see `reference.sample`. The last result is of which rows anything is said."""
-    rows, options = (narrow, wide, size, by_sequence, by_row), (thresholds, temperature, min_p)
+    rows, options = (narrow, wide, size, by_sequence, by_row), (top_k, top_p, min_p, temperature)
     width = tokens.shape[1]
-    room = _room(rows[2])
+    room = _room(rows[2], options)
     looks = np.empty(width, _F32), np.empty(width, np.int64), np.empty(width, _F32), np.empty(width)
     for b in range(len(said)):
         its_options = _options_of(options, b)
-        _, _, inverse, greedy = its_options
+        _, _, _, inverse, greedy = its_options
         for w in range(width):
             row = _row(rows, b, w)
             said[b, w] = _look(looks, room, w, row, its_options)
@@ -423,7 +499,7 @@ def _accept_in_order(coupled, looks, room, rows, options, drafts, draft, stats, 
     """How many drafts are accepted, one after another, and the token that the row after them says itself; -1 if nothing is said."""
     target, first, width = rows
     tokens, count = drafts
-    _, _, inverse, greedy = options
+    _, _, _, inverse, greedy = options
     seed, position = noise
     for w in range(min(count + 1, width)):
         row = _row(target, first, w)
@@ -450,7 +526,7 @@ def _accept_longest(prefix, looks, room, rows, options, drafts, draft, stats, b,
     """How many drafts `block` accepts; -1 if nothing is said. `prefix` [K+1] gets s_0 ... s_K."""
     target, first, width = rows
     tokens, count = drafts
-    inverse = options[2]
+    inverse = options[3]
     seed, position = noise
     p_of = np.zeros(count + 1, _F32)
     prefix[:] = 0
@@ -486,7 +562,7 @@ def _accept_longest(prefix, looks, room, rows, options, drafts, draft, stats, b,
 def verify_sequences(
     method,
     narrow, wide, size, by_sequence, by_row, cu,
-    thresholds, temperature, min_p, seeds, positions, draft_tokens,
+    top_k, top_p, min_p, temperature, seeds, positions, draft_tokens,
     draft_narrow, draft_wide, draft_size, draft_by_sequence, draft_by_row, draft_stats,
     want_logprobs, tokens, num_accepted, status, logprobs, said,
 ):  # fmt: skip
@@ -494,15 +570,15 @@ def verify_sequences(
 
     `target` and `draft` are rows, `draft_stats` the lse and the threshold of each of the draft's. The rows of a target that is packed
     begin at `cu`, which is empty otherwise."""
-    target, options = (narrow, wide, size, by_sequence, by_row), (thresholds, temperature, min_p)
+    target, options = (narrow, wide, size, by_sequence, by_row), (top_k, top_p, min_p, temperature)
     draft = draft_narrow, draft_wide, draft_size, draft_by_sequence, draft_by_row
     width = tokens.shape[1]
-    room = _room(target[2])
+    room = _room(target[2], options)
     looks = np.empty(width, _F32), np.empty(width, np.int64), np.empty(width, _F32), np.empty(width)
     prefix = np.ones(width, _F32)
     for b in range(len(said)):
         its_options = _options_of(options, b)
-        _, _, inverse, greedy = its_options
+        _, _, _, inverse, greedy = its_options
         rows = (target, b, width) if len(cu) == 0 else (target, int(cu[b]), int(cu[b + 1] - cu[b]))
         count = 0
         while count < width - 1 and draft_tokens[b, count] >= 0:
