@@ -31,7 +31,7 @@ def environment(device: str) -> dict[str, Any]:
     """Device, driver, versions and date."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip}
     versions["torch"] = torch.__version__  # with what it was built for
-    for package in ("triton", "transformers", "pytest", "pytest-benchmark", "vllm", "flashinfer-python"):
+    for package in ("triton", "numba", "transformers", "pytest", "pytest-benchmark", "vllm", "flashinfer-python"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

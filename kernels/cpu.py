@@ -5,6 +5,8 @@ of the reference is a hundred of them. A call here is one.
 """
 
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ if not cpu_loops.kept():
     logging.getLogger(__name__).warning(
         "compiling the loops that sample and verify on a CPU, which takes some seconds once on a machine"
     )
+SHARED = 1 << 20  # logits, a millisecond's work, for which one more thread is started
 _RULES = dict(rejection=cpu_loops.REJECTION, block=cpu_loops.BLOCK, coupled=cpu_loops.COUPLED)
 
 
@@ -115,7 +118,9 @@ def verify(
     tokens, logprobs = np.empty((batch, num_drafts + 1), np.int64), np.empty((batch, num_drafts + 1), np.float32)
     num_accepted, status = np.empty((2, batch), np.int32)
     said = np.empty(batch, np.bool_)
-    cpu_loops.verify_sequences(
+    _in_threads(
+        cpu_loops.verify_sequences,
+        *(batch, target.numel()),
         _RULES[method],
         *_memory(target),
         _array(cu_num_logits, np.int32),
@@ -172,7 +177,9 @@ def _of_rows(
     argmax, tokens = np.empty((2, batch, width), np.int64)
     said = np.empty((batch, width), np.bool_)
     seed, position, origin = (_array(value, np.int64, batch) for value in noise)
-    cpu_loops.sample_rows(
+    _in_threads(
+        cpu_loops.sample_rows,
+        *(batch, logits.numel()),
         what,
         *_memory(logits),
         *_options(batch, temperature, filters),
@@ -191,6 +198,17 @@ def _of_rows(
         torch.from_numpy(each.reshape(shape)) for each in (tokens, logprobs, threshold, lse, argmax)
     )
     return Draws(tokens_, RowStats(*stats), logprobs_)
+
+
+def _in_threads(loop: Callable[..., None], batch: int, work: int, *arguments: Any) -> None:
+    """Run a loop over all sequences of a batch, each of which is worked on by itself, in several threads if there is much to do."""
+    threads = min(torch.get_num_threads(), batch, work // SHARED)
+    if threads < 2:
+        loop(0, batch, *arguments)
+        return
+    ends = [batch * part // threads for part in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda begin, end: loop(begin, end, *arguments), ends[:-1], ends[1:]))
 
 
 def _at(values: Tensor | None, index: Tensor) -> Tensor | None:

@@ -400,17 +400,18 @@ def _draw_by_inversion(room, row, seen, inverse, noise):
 
 @_called_from_python
 def sample_rows(
-    what,
+    begin, end, what,
     narrow, wide, size, by_sequence, by_row,
     top_k, top_p, min_p, temperature, seed, position, origin, stream,
     threshold, lse, argmax, tokens, logprobs, said,
 ):  # fmt: skip
-    """Stats of rows [B, W], and what they draw; see `reference.sample`. The last result is of which rows anything is said."""
+    """Stats of rows [B, W], and what they draw, for sequences from `begin` up to `end`; see `reference.sample`. The last result is of
+    which rows anything is said."""
     rows, options = (narrow, wide, size, by_sequence, by_row), (top_k, top_p, min_p, temperature)
     width = tokens.shape[1]
     room = _room(rows[2], options)
     looks = np.empty(width, _F32), np.empty(width, np.int64), np.empty(width, _F32), np.empty(width)
-    for b in range(len(said)):
+    for b in range(begin, end):
         its_options = _options_of(options, b)
         _, _, _, inverse, greedy = its_options
         for w in range(width):
@@ -560,13 +561,13 @@ def _accept_longest(prefix, looks, room, rows, options, drafts, draft, stats, b,
 
 @_called_from_python
 def verify_sequences(
-    method,
+    begin, end, method,
     narrow, wide, size, by_sequence, by_row, cu,
     top_k, top_p, min_p, temperature, seeds, positions, draft_tokens,
     draft_narrow, draft_wide, draft_size, draft_by_sequence, draft_by_row, draft_stats,
     want_logprobs, tokens, num_accepted, status, logprobs, said,
 ):  # fmt: skip
-    """Verify sequences one after another, and say in the last of `verdict` of which ones anything is said.
+    """Verify sequences from `begin` up to `end`, one after another. The last result is of which ones anything is said.
 
     `target` and `draft` are rows, `draft_stats` the lse and the threshold of each of the draft's. The rows of a target that is packed
     begin at `cu`, which is empty otherwise."""
@@ -576,7 +577,7 @@ def verify_sequences(
     room = _room(target[2], options)
     looks = np.empty(width, _F32), np.empty(width, np.int64), np.empty(width, _F32), np.empty(width)
     prefix = np.ones(width, _F32)
-    for b in range(len(said)):
+    for b in range(begin, end):
         its_options = _options_of(options, b)
         _, _, _, inverse, greedy = its_options
         rows = (target, b, width) if len(cu) == 0 else (target, int(cu[b]), int(cu[b + 1] - cu[b]))

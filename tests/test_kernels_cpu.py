@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kernel_cases import (
     random_rows,
     verify_case,
 )
+from torch import Tensor
 
 from engine.kernels import ops, philox, reference
 
@@ -62,6 +64,29 @@ def test_sequences_do_not_depend_on_their_neighbours(method: str, draft_vocab: i
     case["target_logits"][2, 0, 7] = torch.nan
     case = {name: value for name, value in case.items() if value is not None}
     assert_independent(partial(ops.verify, method=method, return_logprobs=True), case)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Bit for bit, and where there are more of them than sequences."""
+    case = verify_case(generator(11), 7, 3, VOCAB, VOCAB, torch.bfloat16)
+    started = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, size: int) -> None:
+            started.append(size)
+            super().__init__(size)
+
+    def results() -> list[Tensor]:
+        draws = ops.sample(case["target_logits"], **random_rows(7, generator(12)), return_logprobs=True)
+        return [*ops.verify(**case, method="block", return_logprobs=True), *draws.stats, draws.tokens, draws.logprobs]
+
+    alone = results()
+    monkeypatch.setattr(cpu, "SHARED", 1)
+    monkeypatch.setattr(cpu, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert all(torch.equal(one, other) for one, other in zip(alone, results(), strict=True))
+    assert set(started) == {min(threads, 7)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
