@@ -120,7 +120,7 @@ def drafts_of(state: BatchState, logits: Tensor, step: int | Tensor, greedy: boo
 
 def draws_of(state: BatchState, logits: Tensor, step: int | Tensor, return_logprobs: bool = False) -> Draws:
     """The draws of rows [B, W, V], of which the first is for draft number `step`."""
-    if state.can_look and not state.coupled:  # in a third of the time
+    if state.can_look and not state.coupled:  # which takes less time, where there are compiled loops
         return sample_by_inversion(logits, **noise(state, step))
     return sample(logits, **noise(state, step), return_logprobs=return_logprobs)
 
