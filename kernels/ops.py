@@ -106,12 +106,13 @@ def sample_by_inversion(
 ) -> Draws:
     """As `sample` with log-probabilities, by less work where compiled loops serve the logits: with a single random number for each
     row. It draws other tokens with the same probabilities, and serves drafts that verification compares with their distribution."""
-    more: dict[str, Any] = dict(seed=seed, position=position, origin=origin, stream=stream)
+    rows = temperature, top_k, top_p, min_p
+    more: dict[str, Any] = dict(seed=seed, position=position, origin=origin, stream=stream, return_logprobs=True)
     if use_loops(logits):
-        from .cpu import sample_by_inversion as cpu_sample_by_inversion
+        from .cpu import sample as cpu_sample
 
-        return cpu_sample_by_inversion(logits, temperature, top_k, top_p, min_p, **more)
-    return sample(logits, temperature, top_k, top_p, min_p, **more, return_logprobs=True)
+        return cpu_sample(logits, *rows, **more, by_inversion=True)
+    return sample(logits, *rows, **more)
 
 
 def verify(

@@ -119,6 +119,15 @@ def test_packed_rows_that_are_missing(method: str) -> None:
     assert_verdicts_equal(ops.verify(**packed, method=method), reference.verify(**packed, method=method))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_rows_beyond_all(method: str) -> None:
+    """Loops would read what lies behind them in memory."""
+    packed = pack(verify_case(generator(13), 4, 3, 900, 900), (4, 4, 4, 4), before=0, behind=0)
+    packed["cu_num_logits"] = packed["cu_num_logits"] + 2
+    assert not cpu._inside(packed["cu_num_logits"], len(packed["target_logits"]))
+    assert_verdicts_equal(ops.verify(**packed, method=method), reference.verify(**packed, method=method))
+
+
 def test_no_sequences_and_no_rows() -> None:
     none = verify_case(generator(9), 0, 2, 50, 50)
     assert ops.verify(**none).tokens.shape == (0, 3)
