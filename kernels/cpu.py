@@ -189,13 +189,20 @@ def _of_rows(
 
 def _in_threads(loop: Callable[..., None], batch: int, work: int, *arguments: Any) -> None:
     """Run a loop over all sequences of a batch, each of which is worked on by itself, in several threads if there is much to do."""
+
+    def run(begin: int, end: int) -> None:
+        try:
+            loop(begin, end, *arguments)
+        except OSError:  # it has been compiled, but there is no room on disk to keep it
+            loop(begin, end, *arguments)
+
     threads = min(torch.get_num_threads(), batch, work // SHARED)
     if threads < 2:
-        loop(0, batch, *arguments)
+        run(0, batch)
         return
     ends = [batch * part // threads for part in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda begin, end: loop(begin, end, *arguments), ends[:-1], ends[1:]))
+        list(pool.map(run, ends[:-1], ends[1:]))
 
 
 def _inside(cu_num_logits: Tensor, num_rows: int) -> bool:

@@ -12,22 +12,16 @@ Rows as distributions are in rows.py, the acceptance tests in reference_acceptan
 philox.py.
 """
 
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from . import philox
 from .draw import draw, draw_by_token
-from .numerics import argmax, bounds, chunks, computed, finite, indices_unless_all, resize, row_indices, take
-from .records import Draws, RowStats, Status, Verdict
+from .numerics import argmax, computed, resize
+from .records import GREEDY_BELOW, Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, residual
-from .rows import Rows, Temperatures, adjusted, head, unpacked_with
-
-Given = ParamSpec("Given")
+from .rows import Rows, adjusted, head, unpacked_with
 
 
 @torch.no_grad()
@@ -46,8 +40,7 @@ def row_stats(
     Three filters move the threshold, in this order: top-k, top-p of what top-k left, min-p. They mean what transformers' warpers
     mean, except that every token that ties with the last kept one is kept.
     """
-    filters = (top_k, top_p, min_p)
-    return Rows.of(adjusted(logits, logit_bias, token_mask), Temperatures.of(temperature), filters).stats
+    return Rows.of(adjusted(logits, logit_bias, token_mask), temperature, (top_k, top_p, min_p)).stats
 
 
 @torch.no_grad()
@@ -69,28 +62,15 @@ def sample(
     """One token per row: argmax(logit / T + Gumbel(seed, position, origin, stream, token)) over the kept tokens.
 
     Column w decides the token at position + w. Greedy rows take the argmax."""
-    p = Rows.of(adjusted(logits, logit_bias, token_mask), Temperatures.of(temperature), (top_k, top_p, min_p))
+    p = Rows.of(adjusted(logits, logit_bias, token_mask), temperature, (top_k, top_p, min_p))
     tokens = _own_tokens(p, seed, position, 0 if origin is None else origin, stream)
-    valid = finite(p.stats.lse)
+    valid = p.stats.lse.isfinite()
     # By rounding, some would be above 0.
     logprobs = p.log_prob_of(tokens).where(valid, 0).clamp_(max=0) if return_logprobs else None
     return Draws(tokens.where(valid, -1), p.stats, logprobs)
 
 
-def _without_autograd(function: Callable[Given, Verdict]) -> Callable[Given, Verdict]:
-    """Run in inference mode, which makes small operations cheaper, and return ordinary tensors."""
-
-    @wraps(function)
-    def run(*args: Given.args, **kwargs: Given.kwargs) -> Verdict:
-        with torch.inference_mode():
-            tokens, num_accepted, status, logprobs = function(*args, **kwargs)
-        logprobs = None if logprobs is None else logprobs.clone()
-        return Verdict(tokens.clone(), num_accepted.to(torch.int32), status.to(torch.int32), logprobs)
-
-    return run
-
-
-@_without_autograd
+@torch.no_grad()
 def verify(
     target_logits: Tensor,  # [B, K+1, V_target], or packed [N, V_target], any floating dtype
     draft_tokens: Tensor,  # [B, K] int64; the draft of a sequence ends at its first -1
@@ -128,26 +108,21 @@ def verify(
         )
     if method in ("coupled", "typical") or num_drafts == 0:
         draft_logits = None
-    narrow = target_logits.dtype != torch.float64
-    temperatures, filters = Temperatures.of(temperature), (top_k, top_p, min_p)
-    target = adjusted(target_logits, logit_bias, token_mask)
-    if temperatures.all_greedy and not return_logprobs:
-        verdict = _greedy_verdict(target, draft_tokens)
-        if verdict is not None:
-            return verdict
-    p, q = Rows.of(target, temperatures, filters, want_argmax=method == "coupled"), None
+    target, filters = adjusted(target_logits, logit_bias, token_mask), (top_k, top_p, min_p)
+    if not return_logprobs and (verdict := _verdict_of_all_greedy(target, draft_tokens, temperature)) is not None:
+        return verdict
+    p, q = Rows.of(target, temperature, filters), None
     if draft_logits is not None:
         draft = adjusted(draft_logits, *(head(value, num_drafts) for value in (logit_bias, token_mask)))
-        if narrow:  # behind the bias, as `sample` rounds its threshold behind it, too
+        if target_logits.dtype != torch.float64:  # behind the bias, as `sample` rounds its threshold behind it, too
             draft, draft_stats = _narrow(draft), None if draft_stats is None else _narrow_stats(draft_stats)
-        q = Rows.of(draft, temperatures, filters, draft_stats, want_argmax=False)
-    never_greedy, greedy = temperatures.never_greedy, temperatures.greedy(seed)
+        q = Rows.of(draft, temperature, filters, draft_stats)
+    greedy, argmaxes = p.greedy[:, None], p.stats.argmax
     column = torch.arange(num_drafts + 1, device=seed.device)
 
     # How many drafts are accepted.
-    tests = draft_tests(p, q, draft_tokens, column, greedy)
-    own = p.stats.argmax
-    prefix = None  # s_0 ... s_K of block; None: 1
+    tests = draft_tests(p, q, draft_tokens)
+    own, prefix = argmaxes, torch.ones_like(p.stats.lse)
     if method == "coupled":
         own = _own_tokens(p, seed, position, 0, philox.SAMPLE)
         passed = draft_tokens == own[:, :num_drafts]
@@ -157,39 +132,33 @@ def verify(
     else:
         u = philox.uniform(seed[:, None], position[:, None] + column[:-1], position[:, None], philox.ACCEPT)
         if method == "block":
-            prefix = block_prefix(tests)
+            prefix = block_prefix(tests)  # s_0 ... s_K
             passed = block_test(p, q, tests, prefix, u)
         else:
             passed = u * tests.q < tests.p
-    if not never_greedy:
-        passed = torch.where(greedy[:, None], draft_tokens == p.stats.argmax[:, :num_drafts], passed)
-    passed = passed & tests.fit[:, :-1]
+    passed = torch.where(greedy, draft_tokens == argmaxes[:, :num_drafts], passed) & tests.fit[:, :-1]
     num_accepted = passed.cumprod(dim=1).sum(dim=1)
-    if method == "block" and num_drafts:
-        longest = (passed * column[1:]).amax(dim=1)
-        num_accepted = torch.where(greedy, num_accepted, longest)
+    if method == "block":
+        longest = pad(passed * column[1:], (1, 0)).amax(dim=1)
+        num_accepted = torch.where(p.greedy, num_accepted, longest)
 
     # The deciding row, and the next token.
     last = num_accepted[:, None]
-    status = torch.zeros_like(num_accepted) if tests.status is None else _at(pad(tests.status, (0, 1)), last)
-    next_token = own.gather(1, last)
-    if method != "coupled" and not temperatures.all_greedy:
-        replaced = _at(tests.fit, last) if method != "typical" else torch.zeros_like(greedy)
-        rejected = replaced if never_greedy else replaced & ~greedy
+    status, next_token = _at(pad(tests.status, (0, 1)), last), own.gather(1, last)
+    if method != "coupled":
+        rejected = _at(tests.fit, last) & ~p.greedy if method != "typical" else torch.zeros_like(p.greedy)
         weights, empty = _next_weights(p, q, draft_tokens, prefix, num_accepted, rejected)
-        if empty is not None:
-            status = status + empty * int(Status.EMPTY_RESIDUAL)
-        origin, stream = position * replaced, philox.SAMPLE + replaced * (philox.RESIDUAL - philox.SAMPLE)
+        status = status + empty * int(Status.EMPTY_RESIDUAL)
+        origin, stream = position * rejected, torch.where(rejected, philox.RESIDUAL, philox.SAMPLE)
         drawn = draw(weights, seed, position + num_accepted, origin, stream)[:, None]
-        next_token = drawn if never_greedy else torch.where(greedy[:, None], next_token, drawn)
-    if not tests.sound:
-        lse = _at(p.stats.lse, last)
-        status = status + lse.isnan() * int(Status.NAN_TARGET) + (lse == -torch.inf) * int(Status.EMPTY_TARGET)
-        next_token = next_token.where(finite(lse)[:, None], -1)
+        next_token = torch.where(greedy, next_token, drawn)
+    lse = _at(p.stats.lse, last)
+    status = status + lse.isnan() * int(Status.NAN_TARGET) + (lse == -torch.inf) * int(Status.EMPTY_TARGET)
+    next_token = next_token.where(lse.isfinite()[:, None], -1)
 
     tokens = torch.cat([draft_tokens, next_token], dim=1).masked_fill_(column >= last, -1).scatter_(1, last, next_token)
     logprobs = p.log_prob_of(tokens).where(tokens >= 0, 0).clamp_(max=0) if return_logprobs else None
-    return Verdict(tokens, num_accepted, status, logprobs)
+    return Verdict(tokens, num_accepted.to(torch.int32), status.to(torch.int32), logprobs)
 
 
 def _narrow(values: Tensor) -> Tensor:
@@ -201,17 +170,18 @@ def _narrow_stats(stats: RowStats) -> RowStats:
     return RowStats(_narrow(stats.threshold), _narrow(stats.lse), stats.argmax)
 
 
-def _greedy_verdict(target: Tensor, draft_tokens: Tensor) -> Verdict | None:
-    """The verdict where all rows are greedy: the argmaxes alone decide. None if a row may be no distribution."""
-    parts = [argmax(computed(rows)) for (rows,) in chunks(target.shape[-1], target.flatten(0, 1))]
-    likeliest = torch.cat(parts).view(target.shape[:2])
-    low, high = bounds(target.gather(-1, likeliest[..., None]))
-    if not -torch.inf < low <= high < torch.inf:
+def _verdict_of_all_greedy(target: Tensor, draft_tokens: Tensor, temperature: Tensor | None) -> Verdict | None:
+    """The verdict where all rows are greedy: the argmaxes alone decide. None where a row is not, or may be no distribution, and
+    where that is only known by waiting for a device."""
+    if temperature is None or target.device.type != "cpu" or not bool((temperature.float() < GREEDY_BELOW).all()):
+        return None
+    likeliest = argmax(computed(target))
+    if not bool(target.gather(-1, likeliest[..., None]).isfinite().all()):
         return None
     stands = (draft_tokens == likeliest[:, :-1]).long().cumprod(dim=1)
     # Accepted drafts are the argmaxes, and so is the next token.
     tokens = torch.cat([likeliest[:, :1], likeliest[:, 1:].where(stands > 0, -1)], dim=1)
-    num_accepted = stands.sum(dim=1)
+    num_accepted = stands.sum(dim=1).to(torch.int32)
     return Verdict(tokens, num_accepted, torch.zeros_like(num_accepted))
 
 
@@ -219,40 +189,23 @@ def _next_weights(
     p: Rows,  # [B, K+1, V_target]
     q: Rows | None,  # [B, K, V_draft]
     draft_tokens: Tensor,  # [B, K]
-    prefix: Tensor | None,  # [B, K+1]
+    prefix: Tensor,  # [B, K+1] s_0 ... s_K
     num_accepted: Tensor,  # [B]
     rejected: Tensor,  # [B] bool
-) -> tuple[Tensor, Tensor | None]:
-    """Weights [B, V] that the next token is drawn by, and where a residual is empty ([B] bool; None: nowhere).
+) -> tuple[Tensor, Tensor]:
+    """Weights [B, V] that the next token is drawn by, and where a residual is empty, [B] bool.
 
     The weights are the residual max(s p - q, 0) where a draft was rejected, and p elsewhere or where the residual is empty."""
-    size, num_drafts = p.logits.shape[-1], draft_tokens.shape[1]
-    every = torch.arange(len(rejected), device=rejected.device)
-    parts, empty = [], None
-    for sequence, index, refused in chunks(size, every, num_accepted, rejected):
-        weights = its_p = p.prob_at(sequence, index)
-        some = indices_unless_all(refused)
-        if some is not None:
-            sequence, index, refused, its_p = sequence[some], index[some], refused[some], its_p[some]
-        if num_drafts and len(sequence):
-            sp = its_p if prefix is None else its_p * take(prefix, sequence, index)[:, None]
-            index = index.clamp(max=num_drafts - 1)
-            if q is None:
-                left = _without(sp, take(draft_tokens, sequence, index)[:, None])
-            else:
-                left = residual(sp, resize(q.prob_at(sequence, index), size, 0.0))
-            heaviest = left.amax(dim=-1)
-            if not bounds(heaviest)[0] > 0:
-                found = heaviest > 0
-                empty = torch.zeros_like(rejected) if empty is None else empty
-                empty[sequence] = refused & ~found
-                left = left.where((found & refused)[:, None], its_p)
-            if some is None:
-                weights = left
-            else:
-                weights[some] = left
-        parts.append(weights)
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)), empty
+    its_p, num_drafts = p.at(num_accepted).prob(), draft_tokens.shape[1]
+    if not num_drafts:
+        return its_p, rejected
+    sp, index = its_p * prefix.gather(1, num_accepted[:, None]), num_accepted.clamp(max=num_drafts - 1)
+    if q is None:
+        left = _without(sp, draft_tokens.gather(1, index[:, None]))
+    else:
+        left = residual(sp, resize(q.at(index).prob(), sp.shape[-1], 0.0))
+    found = left.amax(dim=-1) > 0
+    return left.where((found & rejected)[:, None], its_p), rejected & ~found
 
 
 def _without(weights: Tensor, tokens: Tensor) -> Tensor:
@@ -263,22 +216,12 @@ def _without(weights: Tensor, tokens: Tensor) -> Tensor:
 
 def _own_tokens(p: Rows, seed: Tensor, position: Tensor, origin: Tensor | int, stream: int) -> Tensor:
     """What each row draws by itself, with noise per token; greedy rows their argmax."""
-    if p.temperatures.all_greedy:
-        return p.stats.argmax
-    if p.logits.dim() == 2:
-        one_wide = p._replace(logits=p.logits[:, None], stats=RowStats(*(field[:, None] for field in p.stats)))
-        return _own_tokens(one_wide, seed, position, origin, stream)[:, 0]
-    batch, width, size = p.logits.shape
-    sequence, index = row_indices(p.stats.lse)
-    origin = origin[sequence] if isinstance(origin, Tensor) else torch.full_like(sequence, origin)
-    numbers = seed[sequence], position[sequence] + index, origin
-    drawn = [
-        draw_by_token(p.log_prob_at(*row), its_seed, its_position, its_origin, stream)
-        for *row, its_seed, its_position, its_origin in chunks(size, sequence, index, *numbers)
-    ]
-    tokens = torch.cat(drawn).view(batch, width)
-    greedy = p.temperatures.greedy(seed)[:, None]
-    return tokens if p.temperatures.never_greedy else torch.where(greedy, p.stats.argmax, tokens)
+    greedy = p.greedy
+    if p.logits.dim() == 3:
+        column = torch.arange(p.logits.shape[1], device=seed.device)
+        seed, position, greedy = seed[:, None], position[:, None] + column, greedy[:, None]
+        origin = origin[:, None] if isinstance(origin, Tensor) else origin
+    return torch.where(greedy, p.stats.argmax, draw_by_token(p.log_prob(), seed, position, origin, stream))
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

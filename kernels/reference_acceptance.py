@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .numerics import bounds, chunks, exp, finite, resize, row_indices, row_sums
+from .numerics import exp, resize, row_sums
 from .records import Status
 from .rows import Rows
 
@@ -16,29 +16,22 @@ class DraftTests(NamedTuple):
 
     p: Tensor  # [B, K] p(x_i)
     q: Tensor  # [B, K] q(x_i), 1 for one-hot drafts
-    sound: bool  # whether all target rows are known to be distributions
     fit: Tensor  # [B, K+1] bool: whether the row and its draft can be tested at all; a draft ends where they cannot
-    status: Tensor | None  # [B, K] flags where the draft is the reason that they cannot; None: it never is
+    status: Tensor  # [B, K] flags where the draft is the reason that they cannot
 
 
-def draft_tests(p: Rows, q: Rows | None, draft_tokens: Tensor, column: Tensor, greedy: Tensor) -> DraftTests:
-    """Drafts are [B, K], the rows of p [B, K+1], those of q [B, K] (None: one-hot); column is 0 ... K, greedy [B] bool."""
-    low, high = bounds(p.stats.lse)
-    sound = -torch.inf < low <= high < torch.inf
-    p_of = torch.exp_(p.log_prob_of(draft_tokens))
-    q_of = torch.ones_like(p_of) if q is None else torch.exp_(q.log_prob_of(draft_tokens))
-    # Where q(x) is > 0 and finite, there is a draft, and q.stats.lse is finite.
-    (low, high), least = (bounds(q_of), 0.0) if q is not None else (bounds(draft_tokens), -1.0)
-    if sound and least < low <= high < torch.inf:
-        return DraftTests(p_of, q_of, sound, (column < column[-1]).expand(p.stats.lse.shape), None)
-    fit = (pad(draft_tokens, (0, 1), value=-1) >= 0) & finite(p.stats.lse)
+def draft_tests(p: Rows, q: Rows | None, draft_tokens: Tensor) -> DraftTests:
+    """Drafts are [B, K], the rows of p [B, K+1], those of q [B, K] (None: one-hot)."""
+    p_of = exp(p.log_prob_of(draft_tokens))
+    fit = (pad(draft_tokens, (0, 1), value=-1) >= 0) & p.stats.lse.isfinite()
     if q is None:
-        return DraftTests(p_of, q_of, sound, fit, None)
-    sampled = fit[:, :-1] & ~greedy[:, None]
-    invalid = sampled & ~finite(q.stats.lse)
+        return DraftTests(p_of, torch.ones_like(p_of), fit, torch.zeros_like(draft_tokens))
+    q_of = exp(q.log_prob_of(draft_tokens))
+    sampled = fit[:, :-1] & ~p.greedy[:, None]
+    invalid = sampled & ~q.stats.lse.isfinite()
     zero = sampled & ~invalid & (q_of == 0)
     status = invalid * int(Status.INVALID_DRAFT) + zero * int(Status.ZERO_DRAFT_PROB)
-    return DraftTests(p_of, q_of, sound, fit & pad(~invalid & ~zero, (0, 1)), status)
+    return DraftTests(p_of, q_of, fit & pad(~invalid & ~zero, (0, 1)), status)
 
 
 def block_prefix(tests: DraftTests) -> Tensor:
@@ -53,42 +46,31 @@ def block_test(p: Rows, q: Rows | None, tests: DraftTests, prefix: Tensor, u: Te
     """Whether the prefix of i = 1 ... K drafts passes its own test, u_i < h_i: [B, K] bool. n is the number of drafts that are fit.
 
     h_i = r_i / (r_i + 1 - s_i) for i < n, with r_i = sum over v of max(s_i p(v) - q(v), 0) in row i; h_n = s_n.
-
-    Only the longest prefix that passes is right in the result. Shorter ones may be marked as failed, so that their r_i need not be
-    computed.
     """
-    if u.shape[1] == 0:
-        return u > 0
     s = prefix[:, 1:]
     fit = tests.fit[:, :-1].long().cumprod(dim=1).bool()
     more = pad(fit[:, 1:], (0, 1))  # i < n
-    possible = (u < s) & fit  # as h_i <= s_i, for r_i <= s_i
-    certain = possible & (~more | (s == 1))
-    # A test does not matter if a longer prefix passes.
-    unclear = possible & (certain.flip(1).cumsum(dim=1).flip(1) == 0)
-    mass = _residual_masses(p, q, tests, s, unclear)
-    return certain | (unclear & (u * (mass + 1 - s) < mass))
+    mass = residual_masses(p, q, tests, s)
+    # h_i is 1 where s_i is, also where nothing is left.
+    inner = (u * (mass + 1 - s) < mass) | (s == 1)
+    return (u < s) & fit & torch.where(more, inner, True)  # h_i <= s_i, as r_i <= s_i
 
 
-def _residual_masses(p: Rows, q: Rows | None, tests: DraftTests, s: Tensor, wanted: Tensor) -> Tensor:
-    """r_i for s_i [B, K] where `wanted` [B, K] bool is true, at i < K only; elsewhere 0 or r_i."""
+def residual_masses(p: Rows, q: Rows | None, tests: DraftTests, s: Tensor) -> Tensor:
+    """r_i for s_i, i = 1 ... K [B, K]; 0 for i = K, where there is no row of q."""
+    if s.shape[1] < 2:
+        return torch.zeros_like(s)
+    before = s[:, :-1]
     if q is None:  # max(s p - one-hot, 0) sums to s - s p(x)
-        return pad(s[:, :-1] * (1 - tests.p[:, 1:]), (0, 1))
-    mass, size = torch.zeros_like(s), p.logits.shape[-1]
-    batch, index = row_indices(s[:, :-1]) if s.device.type != "cpu" else wanted.nonzero(as_tuple=True)
-    for sequence, before, s_i in chunks(size, batch, index, s[batch, index]):
-        its_p, its_q = p.prob_at(sequence, before + 1), resize(q.prob_at(sequence, before + 1), size, 0.0)
-        mass[sequence, before] = row_sums(residual(its_p.mul_(s_i[:, None]), its_q))
-    return mass
+        return pad(before * (1 - tests.p[:, 1:]), (0, 1))
+    its_q = resize(q.prob()[:, 1:], p.logits.shape[-1], 0.0)
+    return pad(row_sums(residual(p.prob()[:, 1:-1] * before[..., None], its_q)), (0, 1))
 
 
 def entropy(p: Rows) -> Tensor:
     """-sum of p log p per row, in nats."""
-    parts = []
-    for sequence, index in chunks(p.logits.shape[-1], *row_indices(p.stats.lse)):
-        log_p = p.log_prob_at(sequence, index)
-        parts.append(row_sums(exp(log_p) * log_p.clamp_(min=-1e30)))
-    return -torch.cat(parts).view(p.stats.lse.shape)
+    log_p = p.log_prob()
+    return -row_sums(exp(log_p) * log_p.clamp(min=-1e30))
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

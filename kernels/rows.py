@@ -1,63 +1,15 @@
-"""Rows of logits as distributions, in torch: their stats and probabilities, for `reference`.
+"""Rows of logits as distributions, in torch: their stats and probabilities, for `reference`."""
 
-Work that would change nothing (a temperature of 1, a threshold of -inf) is left out where this can be known (numerics.py).
-"""
-
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .numerics import (
-    CHUNK,
-    argmax,
-    bounds,
-    chunks,
-    computed,
-    exp_,
-    log_sum_exp,
-    resize,
-    scaled_logits,
-    take,
-    with_leading_dims,
-)
+from .numerics import argmax, computed, exp, log, log_sum_exp, resize, with_leading_dims
 from .rank_threshold import rank_threshold
 from .records import GREEDY_BELOW, RowStats
 
 Filters = tuple[Tensor | None, Tensor | None, Tensor | None]  # top_k, top_p, min_p: [B] each
-
-
-class Temperatures(NamedTuple):
-    """The temperatures of the sequences, and what is known of all of them."""
-
-    values: Tensor | None  # [B]; None: all are 1
-    never_greedy: bool  # this and the next are True only where that is known without waiting
-    all_greedy: bool
-
-    @staticmethod
-    def of(values: Tensor | None) -> "Temperatures":
-        """Of `temperature` as the calls take it, [B]."""
-        if values is None:
-            return Temperatures(None, never_greedy=True, all_greedy=False)
-        low, high = bounds(values.float())
-        every_1 = low == high == 1 and values.dtype != torch.float64
-        return Temperatures(None if every_1 else values, low >= GREEDY_BELOW, high < GREEDY_BELOW)
-
-    def greedy(self, like: Tensor) -> Tensor:
-        """Which rows are greedy: [B] bool on the device of `like` [B]. Compared in float32 whatever the dtype, as kernels do."""
-        return torch.zeros_like(like, dtype=torch.bool) if self.values is None else self.values.float() < GREEDY_BELOW
-
-    def scale(self, logits: Tensor) -> Tensor | None:
-        """1 / T [B], and 1 for greedy rows, in the dtype that `logits` are computed with; None: all are 1.
-
-        It is never 0, because 0 times a logit of -inf is NaN."""
-        if self.values is None or self.all_greedy:
-            return None
-        values = self.values.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-        if not self.never_greedy:
-            values = values.masked_fill(self.greedy(values), 1)
-        return values.reciprocal().clamp_(min=torch.finfo(values.dtype).tiny)
 
 
 class Rows(NamedTuple):
@@ -65,40 +17,40 @@ class Rows(NamedTuple):
 
     logits: Tensor  # [B, V] or [B, W, V]
     stats: RowStats  # [B] or [B, W]
-    temperatures: Temperatures
-    scale: Tensor | None  # [B] 1 / T, 1 for greedy rows, in the dtype of the computation; None: 1
-    filtered: bool  # False: no row has a threshold
+    scale: Tensor  # [B] 1 / T, 1 for greedy rows, in the dtype of the computation
+    greedy: Tensor  # [B] bool
 
     @staticmethod
     def of(
         logits: Tensor,
-        temperatures: Temperatures,
+        temperature: Tensor | None = None,  # [B]; None: 1
         filters: Filters = (None, None, None),
         stats: RowStats | None = None,  # None: they are worked out
-        want_argmax: bool = True,
     ) -> "Rows":
         """Logits [B, V] or [B, W, V] with their stats."""
-        scale = temperatures.scale(logits)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        if temperature is None:
+            temperature = logits.new_ones(len(logits), dtype=dtype)
+        greedy = temperature.float() < GREEDY_BELOW  # compared in float32 whatever the dtype, as kernels do
+        # Never 0, because 0 times a logit of -inf is NaN.
+        scale = temperature.to(dtype).masked_fill(greedy, 1).reciprocal().clamp_(min=torch.finfo(dtype).tiny)
         if stats is None:
-            stats = row_stats(logits, temperatures, scale, filters, want_argmax)
-        filtered = bounds(stats.threshold)[1] != -torch.inf
-        return Rows(logits, stats, temperatures, scale, filtered)
+            stats = row_stats(logits, scale, greedy, filters)
+        return Rows(logits, stats, scale, greedy)
+
+    def at(self, index: Tensor) -> "Rows":
+        """One row of each sequence: of [B, W, V], the rows index [B]."""
+        sequence = torch.arange(len(index), device=index.device)
+        stats = RowStats(*(field[sequence, index] for field in self.stats))
+        return self._replace(logits=self.logits[sequence, index], stats=stats)
 
     def log_prob(self) -> Tensor:
-        """log prob(v) for whole rows; -inf where filtered out."""
-        return self._log_prob(self.logits, self.stats.lse, self.stats.threshold, self.scale)
+        """log prob(v), of the shape of the logits; -inf where filtered out."""
+        return self._log_prob(computed(self.logits), self.stats.lse, self.stats.threshold)
 
-    def log_prob_at(self, sequence: Tensor, index: Tensor) -> Tensor:
-        """The same of one row for each of N sequences: [N, V]."""
-        threshold = take(self.stats.threshold, sequence, index) if self.filtered else self.stats.threshold
-        scale = None if self.scale is None else self.scale[sequence]
-        return self._log_prob(
-            take(self.logits, sequence, index), take(self.stats.lse, sequence, index), threshold, scale
-        )
-
-    def prob_at(self, sequence: Tensor, index: Tensor) -> Tensor:
-        """prob(v) of one row for each of N sequences: [N, V]."""
-        return exp_(self.log_prob_at(sequence, index))
+    def prob(self) -> Tensor:
+        """prob(v)."""
+        return exp(self.log_prob())
 
     def log_prob_of(self, tokens: Tensor) -> Tensor:
         """log prob of one token for each row, or for the first rows of each sequence; -inf for ids outside [0, V)."""
@@ -106,12 +58,17 @@ class Rows(NamedTuple):
         lse, threshold = self.stats.lse, self.stats.threshold
         if tokens.shape != lse.shape:
             lse, threshold = lse[:, : tokens.shape[1]], threshold[:, : tokens.shape[1]]
-        one = self.logits.gather(-1, ids[..., None])
-        return self._log_prob(one, lse, threshold, self.scale).squeeze(-1).masked_fill_(ids != tokens, -torch.inf)
+        one = computed(self.logits.gather(-1, ids[..., None]))
+        return self._log_prob(one, lse, threshold).squeeze(-1).masked_fill_(ids != tokens, -torch.inf)
 
-    def _log_prob(self, logits: Tensor, lse: Tensor, threshold: Tensor, scale: Tensor | None) -> Tensor:
-        factor = 1.0 if scale is None else scale.view(-1, *[1] * (logits.dim() - 1))
-        return scaled_logits(logits, factor, threshold if self.filtered else None).sub_(lse[..., None])
+    def _log_prob(self, logits: Tensor, lse: Tensor, threshold: Tensor) -> Tensor:
+        scaled = logits * per_row(self.scale, logits.dim())
+        return scaled.masked_fill_(logits < threshold[..., None], -torch.inf).sub_(lse[..., None])
+
+
+def per_row(values: Tensor, dims: int) -> Tensor:
+    """A value of each sequence [B] as [B, 1, ...] of so many dimensions."""
+    return values.view(-1, *[1] * (dims - 1))
 
 
 def unpacked(values: Tensor, cu: Tensor, width: int, fill: float) -> Tensor:
@@ -154,60 +111,24 @@ def adjusted(logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | Non
     return logits
 
 
-def log_prob(logits: Tensor, stats: RowStats, temperature: Tensor | None) -> Tensor:
-    """log prob(v) for whole rows: logits [B, ..., V], stats [B, ...], temperature [B]; -inf where filtered out."""
-    return Rows.of(logits, Temperatures.of(temperature), stats=stats).log_prob()
-
-
 def row_stats(
     logits: Tensor,  # [B, V] or [B, W, V]
-    temperatures: Temperatures,
-    scale: Tensor | None,  # temperatures.scale(logits)
+    scale: Tensor,  # [B] 1 / T, 1 for greedy rows
+    greedy: Tensor,  # [B] bool
     filters: Filters,
-    want_argmax: bool = True,  # False: 0 in its place, except where greedy rows need it
 ) -> RowStats:
     """See `reference.row_stats`."""
-    never_greedy, values = temperatures.never_greedy, temperatures.values
-    greedy = None if never_greedy or values is None else temperatures.greedy(values)
-    options: list[Tensor | None] = [greedy, scale, *filters]
-    if logits.dim() == 3:
-        options = [None if value is None else value[:, None].expand(logits.shape[:-1]) for value in options]
-    work = partial(_row_stats, want_argmax=want_argmax or not never_greedy)
-    if logits.device.type != "cpu" or logits.numel() <= CHUNK:
-        return work(logits, *options)
-    flat = [None if value is None else value.flatten() for value in options]
-    parts = [work(*part) for part in chunks(logits.shape[-1], logits.flatten(0, -2), *flat)]
-    return RowStats(*(torch.cat(field).view(logits.shape[:-1]) for field in zip(*parts, strict=True)))
-
-
-def _row_stats(
-    logits: Tensor,  # [..., V]
-    greedy: Tensor | None,  # [...] bool, None: nowhere; the four that follow [...] too
-    scale: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    *,
-    want_argmax: bool,
-) -> RowStats:
-    if want_argmax or min_p is not None:
-        logits = computed(logits)
-        largest = argmax(logits)
-        maximum = logits.gather(-1, largest[..., None]).squeeze(-1)
-    else:
-        maximum, largest = None, logits.new_zeros(logits.shape[:-1], dtype=torch.int64)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    threshold = logits.new_full(logits.shape[:-1], -torch.inf, dtype=dtype)
-    if top_k is not None or top_p is not None:
-        threshold = rank_threshold(computed(logits), scale, top_k, top_p)
-    if min_p is not None and maximum is not None:
+    logits = computed(logits)
+    scale, greedy = (per_row(value, logits.dim() - 1) for value in (scale, greedy))
+    top_k, top_p, min_p = (
+        None if value is None else per_row(value, logits.dim() - 1).expand(logits.shape[:-1]) for value in filters
+    )
+    likeliest = argmax(logits)
+    maximum = logits.gather(-1, likeliest[..., None]).squeeze(-1)
+    threshold = rank_threshold(logits, scale, top_k, top_p)
+    if min_p is not None:
         # prob >= min_p * max prob  <=>  logit >= max + T log(min_p)
-        log_min_p = torch.log(min_p.to(maximum.dtype))
-        threshold = torch.maximum(threshold, maximum + (log_min_p if scale is None else log_min_p / scale))
-    unfiltered = top_k is top_p is min_p is None
-    if greedy is not None and not unfiltered:  # greedy rows have the lse of all their logits
-        threshold = threshold.masked_fill(greedy, -torch.inf)
-    lse = log_sum_exp(logits, scale, None if unfiltered or bounds(threshold)[1] == -torch.inf else threshold)
-    if greedy is not None and maximum is not None:
-        threshold = maximum.where(greedy, threshold)
-    return RowStats(threshold, lse, largest)
+        threshold = torch.maximum(threshold, maximum + log(min_p.to(maximum.dtype)) / scale)
+    threshold = threshold.masked_fill(greedy, -torch.inf)  # greedy rows have the lse of all their logits
+    lse = log_sum_exp((logits * scale[..., None]).masked_fill_(logits < threshold[..., None], -torch.inf))
+    return RowStats(maximum.where(greedy, threshold), lse, likeliest)

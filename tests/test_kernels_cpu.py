@@ -1,5 +1,6 @@
 """What the compiled loops of CPUs promise beside what their twins compute (kernel_cases.py compares them wherever it looks at Triton)."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from engine.kernels import ops, philox, reference
 
 cpu = pytest.importorskip("engine.kernels.cpu", reason="needs Numba", exc_type=ImportError)
 cpu_loops = pytest.importorskip("engine.kernels.cpu_loops", reason="needs Numba", exc_type=ImportError)
+IndexDataCacheFile = pytest.importorskip("numba.core.caching").IndexDataCacheFile
 METHODS = ("rejection", "block", "coupled")
 VOCAB = 5_003  # several blocks, the last of which is not whole
 
@@ -189,6 +191,19 @@ def test_a_machine_without_a_place_to_keep_compiled_loops(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(cpu_loops, "njit", njit)
     assert cpu_loops._called_from_python(lambda x: x + 1)(2) == 3
+
+
+def test_a_full_disk_keeps_no_compiled_loops_but_has_them_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def loop(begin: int, end: int, values: Any) -> None:
+        values[begin:end] = 3
+
+    monkeypatch.setattr(IndexDataCacheFile, "save", save)
+    values, compiled = np.zeros(4), cpu_loops._called_from_python(loop)
+    cpu._in_threads(compiled, 4, 0, values)
+    assert values.tolist() == [3] * 4 and len(compiled.signatures) == 1
 
 
 def test_compiling_is_told_once_on_a_machine(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.kernels import ops, philox, reference
 from engine.kernels.ops import sample_by_inversion
 from engine.kernels.records import Draws
-from engine.kernels.rows import log_prob
+from engine.kernels.rows import Rows
 
 cpu_loops = pytest.importorskip("engine.kernels.cpu_loops", reason="needs Numba", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -122,7 +122,7 @@ def many(logits: Tensor, temperature: float = 1.0, **filters: Tensor) -> Tensor:
 def test_the_law(filters: dict[str, Tensor]) -> None:
     temperature = torch.tensor([0.8])
     rows = {name: value[None] for name, value in filters.items()}
-    law = log_prob(TARGET[None], reference.row_stats(TARGET[None], temperature, **rows), temperature)[0].exp()
+    law = Rows.of(TARGET[None], temperature, stats=reference.row_stats(TARGET[None], temperature, **rows)).prob()[0]
     tokens = many(TARGET, 0.8, **filters)
     assert g_test(tokens, law) > 1e-3
     assert g_test(tokens, (TARGET / 0.82).softmax(-1)) < 1e-9  # a law that is close

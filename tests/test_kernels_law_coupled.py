@@ -42,8 +42,8 @@ class Drawing:
         monkeypatch.setattr(reference, "draw_by_token", self.capture)
 
     def capture(self, log_weights: Tensor, seed: Tensor, *args: object) -> Tensor:
-        self.log_weights.append(log_weights)
-        return torch.zeros_like(seed)
+        self.log_weights.append(log_weights.flatten(0, -2))
+        return torch.zeros(log_weights.shape[:-1], dtype=torch.int64)
 
     def law(self) -> Tensor:
         """Of all rows drawn so far: [rows, V]."""

@@ -116,24 +116,6 @@ def test_blocks_equal_the_twin(seed: int, position: int, origin: int, start: int
         torch.testing.assert_close(noise.cpu(), -twin.log(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("rows", "indices"),
-    [
-        *[((9_001,), ()), ((3,), (9_001,)), ((1,), (20_000,)), ((5, 2_000), (3,)), ((9_001, 1), (1,))],  # many
-        *[((1,), ()), ((8, 1), (4,)), ((2, 1, 1), (3, 5))],  # few
-        ((3, 1), (100,)),
-    ],
-)
-def test_numbers_are_the_same_however_many_are_made_at_once(rows: tuple[int, ...], indices: tuple[int, ...]) -> None:
-    """Along whichever dimension they are cut, also where some inputs have but one row, or fewer dimensions."""
-    seed = (torch.arange(int(np.prod(rows))) * 7919 - 5).reshape(*rows, *(1 for _ in indices))
-    index = torch.arange(int(np.prod(indices))).reshape(indices) if indices else 3
-    counter = index, seed + 2**32, torch.tensor([9])[:, None] if indices else 9, torch.arange(1)
-    parts = philox.philox(seed, *counter)
-    at_once = philox._words(seed, [torch.as_tensor(word) for word in counter])
-    assert torch.equal(parts, torch.stack(torch.broadcast_tensors(*at_once), dim=-1))
-
-
 def test_uniforms_equal_the_twin() -> None:
     for seed, position in ((3, 0), (-(2**40), 2**32 - 3)):
         out = torch.empty(8, device=DEVICE)

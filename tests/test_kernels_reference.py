@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import PLACES, random_logits, word_logits
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
@@ -19,7 +18,7 @@ from transformers import (
 from engine.kernels import philox, reference
 from engine.kernels.draw import draw, draw_by_token
 from engine.kernels.records import RowStats, Status, Verdict
-from engine.kernels.rows import log_prob
+from engine.kernels.rows import Rows
 
 ROWS = dict(seed=torch.tensor([5]), position=torch.tensor([11]))
 
@@ -39,7 +38,7 @@ def warped(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
 def reference_probs(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     rows = [torch.tensor([value], dtype=torch.float64) for value in (temperature, top_k, top_p, min_p)]
     stats = reference.row_stats(logits[None], *rows)
-    return log_prob(logits[None], stats, rows[0]).exp()[0]
+    return Rows.of(logits[None], rows[0], stats=stats).prob()[0]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -313,21 +312,6 @@ def test_greedy_rows_alone_are_decided_as_among_others(
     for name in ("tokens", "num_accepted", "status"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
         assert getattr(found, name).dtype == getattr(expected, name).dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab_size", [2_049, 5_000, 49_152])
-def test_few_groups_of_a_race_decide_what_all_of_its_noise_does(vocab_size: int, dtype: torch.dtype) -> None:
-    """On a CPU rows are drawn from without the noise of most of their tokens."""
-    generator = torch.Generator().manual_seed(3)
-    one = torch.full((vocab_size,), -torch.inf).index_fill(0, torch.tensor([vocab_size - 1]), 0.0)
-    kinds = [word_logits(generator, vocab_size, places) for places in PLACES]
-    kinds += [3 * torch.randn(vocab_size, generator=generator), torch.zeros(vocab_size), one]
-    kinds += [torch.randn(vocab_size, generator=generator).round(), random_logits(generator, vocab_size)]
-    rows = torch.stack(kinds).log_softmax(dim=-1).to(dtype).repeat(5, 1)
-    numbers = torch.arange(len(rows)), 7 * torch.arange(len(rows)), torch.arange(len(rows)) % 3
-    noise = philox.race(*numbers, philox.SAMPLE, vocab_size)
-    assert torch.equal(draw_by_token(rows, *numbers, philox.SAMPLE), (rows + noise).argmax(dim=-1))
 
 
 @pytest.mark.parametrize("vocab_size", [1_000, 5_000])

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import _speculative_sampling
 
 from engine.kernels import ops, reference
-from engine.kernels.rows import log_prob
+from engine.kernels.rows import Rows
 
 VOCAB, NUM_DRAFTS = 5, 2
 # transformers before 5.18 also asks whether the text ends with the drafts.
@@ -107,7 +107,7 @@ def test_filters_keep_what_generate_keeps(vocab_size: int, dtype: torch.dtype) -
     off = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     batch = {name: torch.tensor([filters.get(name, off[name]) for filters in COMBINATIONS]) for name in off}
     stats = reference.row_stats(logits, **batch)
-    ours = log_prob(logits.float(), stats, batch["temperature"])
+    ours = Rows.of(logits.float(), batch["temperature"], stats=stats).log_prob()
     for row, filters, log_p in zip(logits.float(), COMBINATIONS, ours, strict=True):
         theirs, tighter, looser = (kept_by_generate(row, filters, slack) for slack in (0, -1e-5, 1e-5))
         smallest, *bounds = (row[scores > -torch.inf].min() for scores in (theirs, looser, tighter))
