@@ -27,6 +27,7 @@ PART = 128  # columns of a prefill that attend together, to the keys up to the l
 CALL_BYTES = 128 << 10
 QUERIES = 48  # So many queries of a key take as long as reading it.
 GROUPED, RAGGED = "speculative_engine_grouped", "speculative_engine_ragged"
+_IMPLEMENTATION = "_attn_implementation_internal"  # of a config, where the name of the attention function is
 
 
 class _Calls(threading.local):
@@ -266,11 +267,11 @@ class AttentionSwitch:
         try:  # Ctrl-C may come anywhere, and most likely in a method of Python: a config's own for setting an attribute is one
             caches.append(self._cache)
             for config, _ in self._own:
-                vars(config)["_attn_implementation_internal"] = self._name
+                vars(config)[_IMPLEMENTATION] = self._name
             yield
         finally:
             for config, own in self._own:
-                vars(config)["_attn_implementation_internal"] = own
+                vars(config)[_IMPLEMENTATION] = own
             del caches[depth:]
 
 
@@ -282,4 +283,5 @@ def _warn_if_names_have_changed(model: PreTrainedModel) -> None:
 
 
 def _implementation(config: Any) -> str | None:
-    return getattr(config, "_attn_implementation_internal", None)
+    found: str | None = vars(config).get(_IMPLEMENTATION)
+    return found

@@ -192,19 +192,18 @@ class RaggedCache(Cache):
         taken: Tensor | None = None,  # [N] int64, where `valid` [n * W] is True, if the model is called without padding
     ) -> None:
         """Prepare a model call: from now until the next one, layers read and write as this `plan` says."""
-        slots = slot_numbers(rows, valid.device)
-        write_at = positions.where(valid, self.capacity)
         kv_length = min(self.round_up(kv_length), self.capacity)
-        span = runs = None
-        if len(slots) == 1 and slots.device.type == "cpu":
-            begin = int(positions[0, 0])
-            span = slice(begin, begin + int(num_valid[0]))
-        elif taken is not None:
-            runs = _runs(num_valid.tolist())
-            slots, write_at = slots[taken // valid.shape[1]], write_at.flatten()[taken, None]
         if (index := _on_host(rows, valid.device)) is not None:
             self._reached[index] = np.maximum(self._reached[index], kv_length)
         start = positions[:, 0].contiguous()  # the kernels need it so, and would copy it in every layer
+        slots, write_at = slot_numbers(rows, valid.device), positions.where(valid, self.capacity)
+        span = runs = None
+        if len(slots) == 1 and slots.device.type == "cpu":
+            begin = int(start)
+            span = slice(begin, begin + int(num_valid))
+        elif taken is not None:
+            runs = _runs(num_valid.tolist())
+            slots, write_at = slots[taken // valid.shape[1]], write_at.flatten()[taken, None]
         self.plan = CallPlan(rows, slots[:, None], start, num_valid, write_at, runs, span, kv_length)
 
     @torch.inference_mode()

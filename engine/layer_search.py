@@ -241,7 +241,7 @@ class AnsweredTexts:
             if window is not None:
                 before &= key > query - window
             masks[kind] = torch.cat([before, key == query], dim=1).expand(self._tokens.shape[0], 1, -1, -1)
-        return attention_masks(self._model, masks)
+        return attention_masks(self._model.config.get_text_config(), self._model.dtype, masks)
 
 
 class _KeptLayer(DynamicLayer):

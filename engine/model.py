@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .attention import AttentionSwitch
 from .backend import MAX_HEAD_DIM, use_triton
@@ -319,7 +319,7 @@ class RaggedModel:
         if by_number:
             self.cache.plan.masks = list(masks.values())
             masks = {kind: torch.full((1, 1, 1, 1), number, device=self.device) for number, kind in enumerate(masks)}
-        return attention_masks(self.model, masks)
+        return attention_masks(self.config, self.dtype, masks)
 
 
 def last_valid(values: Tensor, num_valid: Tensor) -> Tensor:
@@ -336,10 +336,17 @@ def last_valid(values: Tensor, num_valid: Tensor) -> Tensor:
     return values.gather(1, last[:, None, None].expand(-1, -1, values.shape[-1]))
 
 
-def attention_masks(model: PreTrainedModel, masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-    """What a model takes for these masks by layer type, True where a key is visible; the types are those of `windows`."""
+def attention_masks(
+    config: PretrainedConfig, dtype: torch.dtype, masks: Mapping[str, Tensor]
+) -> Tensor | dict[str, Tensor]:
+    """What a model takes for these masks by layer type, True where a key is visible; the types are those of `windows`.
+
+    Args:
+        config: of the model's text side.
+        dtype: of the model.
+    """
     found = dict(masks)
-    if model.config.get_text_config()._attn_implementation == "eager":  # adds the mask instead of selecting by it
-        least = torch.finfo(model.dtype).min
-        found = {k: torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least) for k, mask in masks.items()}
+    if config._attn_implementation == "eager":  # adds the mask instead of selecting by it
+        least = torch.finfo(dtype).min
+        found = {k: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, least) for k, mask in masks.items()}
     return found if len(found) > 1 or "sliding_attention" in found else found["all"]

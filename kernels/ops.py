@@ -1,6 +1,6 @@
 """The public calls `row_stats`, `sample` and `verify`: the same operations on any device, from Triton, Numba or torch.
 
-Triton serves CUDA and ROCm tensors, Numba those on a CPU, torch all others. ENGINE_KERNELS=triton|torch overrides the choice;
+Triton serves CUDA and ROCm tensors, Numba (or numpy, where all rows are greedy) those on a CPU, torch all others. ENGINE_KERNELS=triton|torch overrides the choice;
 `triton` with TRITON_INTERPRET=1 runs the kernels on CPU tensors. float64 is always served by torch.
 """
 
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import philox, reference
+from . import cpu_greedy, philox, reference
 from .checks import FLOATS, NUMBERS, as_float, check_tensor
 from .records import GREEDY_BELOW, Draws, RowStats, Verdict
+from .rows import adjusted
 
 LOSSLESS_METHODS = ("rejection", "block", "coupled")
 METHODS = (*LOSSLESS_METHODS, "typical")
@@ -171,8 +172,11 @@ def verify(
         from .verify import verify as triton_verify
 
         return triton_verify(target_logits, draft_tokens, draft_logits, draft_stats, **more, **of_typical)
-    in_loops = method != "typical" and (return_logprobs or not _all_greedy(temperature))
-    if in_loops and use_loops(target_logits, draft_logits, *(draft_stats or ())):
+    if not return_logprobs and cu_num_logits is None and _all_greedy(temperature) and _choice() != "torch":
+        verdict = cpu_greedy.verify(adjusted(target_logits, logit_bias, token_mask), draft_tokens)
+        if verdict is not None:
+            return verdict
+    elif method != "typical" and use_loops(target_logits, draft_logits, *(draft_stats or ())):
         from .cpu import verify as cpu_verify
 
         return cpu_verify(target_logits, draft_tokens, draft_logits, draft_stats, **more)
@@ -187,8 +191,7 @@ def use_loops(tensor: Tensor, *others: Tensor | None) -> bool:
 
 
 def _all_greedy(temperature: Tensor | None) -> bool:
-    """Of temperatures on a CPU, whether argmaxes are all that is wanted. Torch finds them as fast, and Numba takes half a second to
-    import."""
+    """Of temperatures on a CPU, whether argmaxes are all that is wanted."""
     if temperature is None or temperature.device.type != "cpu":
         return False
     return bool((temperature.detach().float().numpy() < GREEDY_BELOW).all())

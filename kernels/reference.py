@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 
 from . import philox
 from .draw import draw, draw_by_token
-from .numerics import argmax, computed, resize
-from .records import GREEDY_BELOW, Draws, RowStats, Status, Verdict
+from .numerics import resize
+from .records import Draws, RowStats, Status, Verdict
 from .reference_acceptance import block_prefix, block_test, draft_tests, entropy, residual
 from .rows import Rows, adjusted, head, unpacked_with
 
@@ -109,8 +109,6 @@ def verify(
     if method in ("coupled", "typical") or num_drafts == 0:
         draft_logits = None
     target, filters = adjusted(target_logits, logit_bias, token_mask), (top_k, top_p, min_p)
-    if not return_logprobs and (verdict := _verdict_of_all_greedy(target, draft_tokens, temperature)) is not None:
-        return verdict
     p, q = Rows.of(target, temperature, filters), None
     if draft_logits is not None:
         draft = adjusted(draft_logits, *(head(value, num_drafts) for value in (logit_bias, token_mask)))
@@ -168,21 +166,6 @@ def _narrow(values: Tensor) -> Tensor:
 
 def _narrow_stats(stats: RowStats) -> RowStats:
     return RowStats(_narrow(stats.threshold), _narrow(stats.lse), stats.argmax)
-
-
-def _verdict_of_all_greedy(target: Tensor, draft_tokens: Tensor, temperature: Tensor | None) -> Verdict | None:
-    """The verdict where all rows are greedy: the argmaxes alone decide. None where a row is not, or may be no distribution, and
-    where that is only known by waiting for a device."""
-    if temperature is None or target.device.type != "cpu" or not bool((temperature.float() < GREEDY_BELOW).all()):
-        return None
-    likeliest = argmax(computed(target))
-    if not bool(target.gather(-1, likeliest[..., None]).isfinite().all()):
-        return None
-    stands = (draft_tokens == likeliest[:, :-1]).long().cumprod(dim=1)
-    # Accepted drafts are the argmaxes, and so is the next token.
-    tokens = torch.cat([likeliest[:, :1], likeliest[:, 1:].where(stands > 0, -1)], dim=1)
-    num_accepted = stands.sum(dim=1).to(torch.int32)
-    return Verdict(tokens, num_accepted, torch.zeros_like(num_accepted))
 
 
 def _next_weights(

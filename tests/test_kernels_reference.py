@@ -278,42 +278,6 @@ def test_strides_do_not_matter() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain[:3], turned[:3], strict=True))
 
 
-@pytest.mark.parametrize("method", ["rejection", "block", "coupled", "typical"])
-@pytest.mark.parametrize("drafted", [False, True], ids=["one-hot", "q"])
-@pytest.mark.parametrize("worst", [0.0, torch.nan, -torch.inf, torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_greedy_rows_alone_are_decided_as_among_others(
-    method: str, drafted: bool, worst: float, dtype: torch.dtype
-) -> None:
-    """Their argmaxes are enough, unless a row is no distribution: the same as where everything is worked out."""
-    torch.manual_seed(0)
-    rows, drafts, vocab = 40, 3, 11
-    target = torch.randn(rows, drafts + 1, vocab).to(dtype).round()  # with ties
-    tokens = target[:, :-1].argmax(dim=-1)
-    tokens = torch.where(torch.rand(rows, drafts) < 0.3, torch.randint(-1, vocab + 3, (rows, drafts)), tokens)
-    if worst == -torch.inf:
-        target[::7, 1] = worst
-    elif worst:
-        target[::7, 1, 4] = worst
-    arguments: dict[str, Any] = dict(
-        target_logits=target,
-        draft_tokens=tokens,
-        draft_logits=torch.randn(rows, drafts, vocab).to(dtype) if drafted else None,
-        temperature=torch.zeros(rows),
-        seed=torch.arange(rows),
-        position=torch.full((rows,), 5),
-        method=method,
-        logit_bias=torch.randn(vocab).round(),
-        token_mask=torch.arange(vocab) != 2,
-    )
-    expected, found = reference.verify(**arguments, return_logprobs=True), reference.verify(**arguments)
-    assert 0 < expected.num_accepted.sum() < rows * drafts
-    assert bool(expected.status.any()) == bool(worst)
-    for name in ("tokens", "num_accepted", "status"):
-        assert torch.equal(getattr(found, name), getattr(expected, name))
-        assert getattr(found, name).dtype == getattr(expected, name).dtype
-
-
 @pytest.mark.parametrize("vocab_size", [1_000, 5_000])
 def test_a_token_of_weight_0_is_not_drawn_where_there_are_others_however_small(vocab_size: int) -> None:
     """As in what a draft of nearly all mass leaves."""
