@@ -1,8 +1,7 @@
-"""What the torch twins compute with: numbers that come out the same wherever they stand in a tensor, and vocabularies cut to size.
+"""What the torch twins compute with, some of which numpy does on a CPU.
 
-A row has to come to the same bits whatever stands beside it. On a CPU torch computes the last numbers of each thread's share by
-other instructions than the rest, which round differently, and adds up a single row in another order than two. So numpy, which
-does neither, computes there what rounds.
+A row has to come to the same bits whatever stands beside it. numpy adds up a row in the same order however many there are, which
+torch does not; and its exp, argmax and sort take a tenth of torch's time or less.
 """
 
 from collections.abc import Callable
@@ -23,25 +22,18 @@ def exp(values: Tensor) -> Tensor:
     return _in_numpy(np.exp, values) if values.device.type == "cpu" else values.exp()
 
 
-def log(values: Tensor) -> Tensor:
-    """The natural logarithm of float32 or float64."""
-    return _in_numpy(np.log, values) if values.device.type == "cpu" else values.log()
-
-
 def row_sums(values: Tensor) -> Tensor:
     """The sum of each row: [..., V] -> [...]."""
     return _in_numpy(np.sum, values, axis=-1) if values.device.type == "cpu" else values.sum(dim=-1)
 
 
 def argmax(values: Tensor) -> Tensor:
-    """The first place of the largest, or of NaN if there is one: [..., V] float32 or float64 -> [...] int64.
-
-    On a CPU numpy takes 21 us for 6 rows of 49,152, and torch 400."""
+    """The first place of the largest, or of NaN if there is one: [..., V] float32 or float64 -> [...] int64."""
     return _in_numpy(np.argmax, values, axis=-1) if values.device.type == "cpu" else values.argmax(dim=-1)
 
 
 def sort_descending(values: Tensor) -> Tensor:
-    """Rows [..., V], NaN first. On a CPU numpy takes a thirtieth of torch's time."""
+    """Rows [..., V], NaN first."""
     if values.device.type == "cpu":
         return _in_numpy(np.sort, values).flip(-1)
     return values.sort(dim=-1, descending=True).values
@@ -56,7 +48,7 @@ def log_sum_exp(values: Tensor) -> Tensor:
     """log of the sum of exp of each row: [..., V] -> [...]. NaN where there is NaN or +inf."""
     # Of a row of nothing but -inf the smallest finite number, because -inf - -inf is NaN.
     peak = values.amax(dim=-1).clamp_(min=torch.finfo(values.dtype).min)
-    return log(row_sums(exp(values - peak[..., None]))).add_(peak)
+    return row_sums(exp(values - peak[..., None])).log_().add_(peak)
 
 
 def with_leading_dims(value: Tensor, dims: int) -> Tensor:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .numerics import argmax, computed, exp, log, log_sum_exp, resize, with_leading_dims
+from .numerics import argmax, computed, exp, log_sum_exp, resize, with_leading_dims
 from .rank_threshold import rank_threshold
 from .records import GREEDY_BELOW, RowStats
 
@@ -128,7 +128,7 @@ def row_stats(
     threshold = rank_threshold(logits, scale, top_k, top_p)
     if min_p is not None:
         # prob >= min_p * max prob  <=>  logit >= max + T log(min_p)
-        threshold = torch.maximum(threshold, maximum + log(min_p.to(maximum.dtype)) / scale)
+        threshold = torch.maximum(threshold, maximum + min_p.to(maximum.dtype).log() / scale)
     threshold = threshold.masked_fill(greedy, -torch.inf)  # greedy rows have the lse of all their logits
     lse = log_sum_exp((logits * scale[..., None]).masked_fill_(logits < threshold[..., None], -torch.inf))
     return RowStats(maximum.where(greedy, threshold), lse, likeliest)
