@@ -39,7 +39,7 @@ def sampled_pairs(chain: Chain, method: str, count: int, one_hot: bool = False, 
     seeds = range(0, count, size)
     if device != "cpu":  # calls on one stream follow each other
         return torch.cat([pairs(seed) for seed in seeds])
-    # Two threads, each with half of the batches: much of the work is numpy's, which has one thread.
+    # Two threads, each with half of the batches: one is too little work for the loops to share out.
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return torch.cat(list(pool.map(pairs, seeds)))
 
