@@ -1,7 +1,8 @@
 """The public calls `row_stats`, `sample` and `verify`: the same operations on any device, from Triton, Numba or torch.
 
-Triton serves CUDA and ROCm tensors, Numba (or numpy, where all rows are greedy) those on a CPU, torch all others. ENGINE_KERNELS=triton|torch overrides the choice;
-`triton` with TRITON_INTERPRET=1 runs the kernels on CPU tensors. float64 is always served by torch.
+Triton serves CUDA and ROCm tensors, Numba those on a CPU (and numpy, where all rows that are verified are greedy), torch all others.
+ENGINE_KERNELS=triton|torch overrides the choice; `triton` with TRITON_INTERPRET=1 runs the kernels on CPU tensors. float64 goes to
+torch, but for greedy rows on a CPU.
 """
 
 import os
@@ -174,7 +175,7 @@ def verify(
         return triton_verify(target_logits, draft_tokens, draft_logits, draft_stats, **more, **of_typical)
     if not return_logprobs and cu_num_logits is None and _all_greedy(temperature) and _choice() != "torch":
         verdict = cpu_greedy.verify(adjusted(target_logits, logit_bias, token_mask), draft_tokens)
-        if verdict is not None:
+        if verdict is not None:  # else the reference tells what is wrong with a row
             return verdict
     elif method != "typical" and use_loops(target_logits, draft_logits, *(draft_stats or ())):
         from .cpu import verify as cpu_verify
