@@ -33,7 +33,9 @@ from engine.kernels.verify import verify
 from engine.kernels.warmup import warmup
 
 VOCABS = {"even": 151_936, "odd": 50_257}  # rows that start on 16 bytes, and rows that do not
-BRIEF = (("rejection", False), ("block", True), ("coupled", False))  # rules, with full drafts or one-hot ones
+# Rules, with full drafts or one-hot ones. A sample of them, and the fewest that launch every kernel.
+SAMPLE = (("rejection", False), ("block", True), ("coupled", False), ("typical", False))
+BRIEF = SAMPLE[:3]
 BATCH = 2
 SERVED = ("rejection", "coupled")  # methods of the calls that vary while serving; all would take three times as long
 UNALIGNED = 50_264  # sequences of some widths begin on 16 elements, those of others do not
@@ -61,8 +63,9 @@ def parse_target(text: str) -> GPUTarget:
 
 
 def variants(dtypes: list[str], whole: bool, brief: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, call) for every kernel variant; without `whole` those of even rows, with a temperature, at K = 4, and with
-    `brief` those of them that have no filters and are not packed, and of the rules those of BRIEF."""
+    """(name, call) for every kernel variant; without `whole` those of even rows, with a temperature, at K = 4 and of the rules in SAMPLE,
+    and with `brief` those of them that have no filters and are not packed, of the rules in BRIEF."""
+    rules = BRIEF if brief else SAMPLE
     where = dict(seed=torch.zeros(BATCH, dtype=torch.int64), position=torch.zeros(BATCH, dtype=torch.int64))
     heat = dict(temperature=torch.ones(BATCH))
     filters = dict(top_k=torch.zeros(BATCH, dtype=torch.int64), top_p=torch.ones(BATCH), min_p=torch.ones(BATCH))
@@ -82,7 +85,7 @@ def variants(dtypes: list[str], whole: bool, brief: bool) -> Iterator[tuple[str,
                 yield f"{label}, logprobs", partial(sample, target, **more, **where, return_logprobs=True)
             drafts, draft = torch.zeros(BATCH, width - 1, dtype=torch.int64), target[:, 1:]
             for method, full in product(METHODS, (False, True)):
-                if (full and method not in ("rejection", "block")) or (brief and (method, full) not in BRIEF):
+                if (full and method not in ("rejection", "block")) or not (whole or (method, full) in rules):
                     continue
                 proposal = (drafts, draft, row_stats(draft, **more) if width > 1 else None) if full else (drafts,)
                 call = partial(verify, target, *proposal, **more, **where, method=method)

@@ -4,14 +4,17 @@ The twin always runs on the CPU. The kernels run in the interpreter there or, wh
 Triton's kernels is asked of the compiled loops of CPUs as well.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from engine.kernels import philox, reference, workspace
+from engine.kernels.ops import METHODS
 from engine.kernels.records import RowStats, Verdict
 from engine.kernels.row_stats import row_stats
 from engine.kernels.sample import sample
@@ -28,6 +31,13 @@ VOCABS = (1, 7, 1000, 49_152, 151_936)
 LAYOUTS = ("contiguous", "padded", "every other", "vocabulary first")
 TEMPERATURES = (1.0, 0.0, 0.7, 1.3)
 OPTIONS = ("plain", "filters", "bias and mask", "all")  # of `random_options`
+# Rules, and whether drafts are certain. Some pairs hardly differ for a kernel: a rule that does not ask how drafts were drawn, certain ones
+# under block, which are judged as under rejection.
+ALIKE = {("block", "one-hot"), ("coupled", "full"), ("typical", "full")}
+METHODS_AND_DRAFTS = [
+    pytest.param(*pair, marks=pytest.mark.slow if pair in ALIKE else ())
+    for pair in itertools.product(METHODS, ("full", "one-hot"))
+]
 TILED = 20_000  # tokens: three tiles, the last of them not full, and filters that look at a sample of the row first
 
 # Of the log-sum-exp. Both sides widen the logits to float32 without loss, so that all dtypes have the tolerance of

@@ -20,8 +20,7 @@ from unittest import mock
 import numpy as np
 import torch
 from pretend_modes import Functions, Operations
-from pretend_tensors import DEVICE, Device, Log, OnCuda, bare
-from torch.utils._pytree import tree_flatten
+from pretend_tensors import DEVICE, Device, Log, OnCuda, bare, leaves
 
 from engine import cuda_capture, graphs
 from engine.drafters import ngram
@@ -116,7 +115,7 @@ def pretended() -> Iterator[Device]:
         return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for value in tree_flatten((args, kwargs))[0]:
+        for value in leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and not isinstance(value, OnCuda):
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         device.launches += 1

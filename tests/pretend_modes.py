@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 from pretend_methods import METHODS
-from pretend_tensors import DEVICE, Device, OnCuda, is_cuda, run, uses
+from pretend_tensors import DEVICE, Device, OnCuda, is_cuda, leaves, run, uses
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 aten = torch.ops.aten
 WAITING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
@@ -78,15 +77,15 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        here = [leaf for leaf in leaves if isinstance(leaf, OnCuda)]
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        here = [tensor for tensor in tensors if isinstance(tensor, OnCuda)]
         makes = is_cuda(kwargs.get("device"))
         if not here and not makes:
             return func(*args, **kwargs)
         if func in (aten.copy_.default, aten._to_copy.default):
             return self.copied(func, args, kwargs)
-        for leaf in leaves:
-            if not isinstance(leaf, OnCuda) and leaf.dim():
+        for tensor in tensors:
+            if not isinstance(tensor, OnCuda) and tensor.dim():
                 raise RuntimeError(f"expected all tensors to be on the same device, but found cuda:0 and cpu in {func}")
         if func in WAITING or (
             func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])

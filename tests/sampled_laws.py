@@ -30,15 +30,15 @@ SOME = 8_000  # samples where every drafter is tried with every rule
 SIDE_BY_SIDE = 128  # samples of one prompt: rows of one width attend together where they are neighbours
 
 
-def every_rule(*long: Any, setting: int = 0) -> list[Any]:
+def every_rule(*long: Any, setting: int = 0, settings: Sequence[dict[str, Any]] = SETTINGS) -> list[Any]:
     """(verification, sampling, samples): every rule by default, under one sampling and the next; `long` ones under -m slow."""
     return [
-        *((rule, SETTINGS[(index + setting) % 2], SOME) for index, rule in enumerate(RULES)),
+        *((rule, settings[(index + setting) % 2], SOME) for index, rule in enumerate(RULES)),
         *(
             pytest.param(rule, sampling, count, marks=pytest.mark.slow)
             for count in long
             for rule in RULES
-            for sampling in SETTINGS
+            for sampling in settings
         ),
     ]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from drafter_cases import Fixed, Knowing, Stateless, bare_state
 from replayed_graphs import with_graphs
-from sampled_laws import SOME, flat_target, p_value
+from sampled_laws import SOME, every_rule, flat_target, p_value
 from tiny_models import greedy, perturbed, random_prompts, tiny
 from transformers import (
     PreTrainedModel,
@@ -234,10 +234,8 @@ def small_target() -> PreTrainedModel:
     return flat_target(VOCAB)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=["t1.0", "t0.7-k5-p0.95"])
-@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize(("verification", "setting", "count"), every_rule(SOME, 200_000, settings=SETTINGS))
 @pytest.mark.parametrize("blind", [False, pytest.param(True, marks=pytest.mark.slow)], indirect=True)
-@pytest.mark.parametrize("count", [SOME, pytest.param(200_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [engine.DraftModel, Stepping])
 def test_the_law_of_samples(
     small_target: PreTrainedModel, setting: dict[str, Any], verification: str, count: int, blind: bool, stage: Any

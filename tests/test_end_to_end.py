@@ -167,7 +167,7 @@ def test_all_is_captured_before_the_turns_that_count(books: None, title: str, ro
     assert captures(title) == [0] * rows
 
 
-@pytest.mark.parametrize("title", list(TURNS)[:3])
+@pytest.mark.parametrize("title", [*list(TURNS)[:2], pytest.param("host time", marks=pytest.mark.slow)])
 def test_what_is_captured_in_turns_that_count_is_told(books: None, monkeypatch: pytest.MonkeyPatch, title: str) -> None:
     """A bucket that serves one round of each text is captured in the second text."""
     monkeypatch.setitem(targets.PROMPT_TOKENS, "cpu", 512)

@@ -33,7 +33,7 @@ QUESTIONS = [
 ]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
 Size = tuple[int, int]  # questions and new tokens of each
-SHORT, LONG = (5, 32), (len(QUESTIONS), 48)
+SHORT, LONG = (4, 24), (len(QUESTIONS), 48)
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
@@ -166,8 +166,14 @@ def test_coupled_samples_in_bf16() -> None:
     assert texts("ngram", 3, 4) == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "phi"])
-@pytest.mark.parametrize("num_draft_tokens", [2, 11])
+@pytest.mark.parametrize(
+    ("name", "num_draft_tokens"),
+    [
+        *(("llama", 11), ("gemma3_text", 11), ("gpt2", 2), ("phi", 2)),
+        *(pytest.param(name, 11, marks=pytest.mark.slow) for name in ("gpt2", "phi")),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("llama", "gemma3_text")),
+    ],
+)
 def test_tiny_models_in_bf16(name: str, num_draft_tokens: int) -> None:
     """11 drafts take two calls of the one width. With nearly even logits, every rounding shows."""
     target = tiny(name, dtype=torch.bfloat16, max_position_embeddings=1200)

@@ -8,6 +8,7 @@ import torch
 from kernel_cases import (
     DEVICE,
     DTYPES,
+    METHODS_AND_DRAFTS,
     Case,
     assert_verdicts_equal,
     check_verify,
@@ -19,7 +20,6 @@ from kernel_cases import (
 )
 
 from engine.kernels import ops, reference
-from engine.kernels.ops import METHODS
 from engine.kernels.records import Status
 from engine.kernels.rows import adjusted
 from engine.kernels.verify import verify
@@ -45,8 +45,7 @@ def case_of(option: str, kind: str, seed: int, dtype: torch.dtype = torch.float3
 
 
 @pytest.mark.parametrize("call", [verify, reference.verify], ids=["triton", "torch"])
-@pytest.mark.parametrize("kind", ["full", "one-hot"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "kind"), METHODS_AND_DRAFTS)
 @pytest.mark.parametrize("option", ["plain", pytest.param("filters", marks=pytest.mark.slow), "all"])
 def test_packed_rows_give_what_padded_ones_do(option: str, method: str, kind: str, call: Callable[..., Any]) -> None:
     """To the bit, with a bias [V] and a mask for each sequence; NaN beside the rows is not read."""

@@ -6,7 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import DEVICE, Case, assert_counters_are_clear, random_filters, to_device, verify_case
+from kernel_cases import (
+    DEVICE,
+    METHODS_AND_DRAFTS,
+    Case,
+    assert_counters_are_clear,
+    random_filters,
+    to_device,
+    verify_case,
+)
 from torch import Tensor
 
 from engine.kernels import launch
@@ -54,11 +62,10 @@ def assert_the_same_in_large_batches(
     assert tiles == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("draft_vocab", [None, VOCAB_SIZE], ids=["one-hot", "full"])
-@pytest.mark.parametrize("method", ["rejection", "block", "coupled", "typical"])
-def test_verify_with_filters(monkeypatch: pytest.MonkeyPatch, method: str, draft_vocab: int | None) -> None:
-    case = case_of(True, draft_vocab)
-    if draft_vocab is not None:
+@pytest.mark.parametrize(("method", "kind"), METHODS_AND_DRAFTS)
+def test_verify_with_filters(monkeypatch: pytest.MonkeyPatch, method: str, kind: str) -> None:
+    case = case_of(True, VOCAB_SIZE if kind == "full" else None)
+    if kind == "full":
         rows = {name: case[name] for name in ("temperature", "top_k", "top_p", "min_p")}
         case["draft_stats"] = row_stats(case["draft_logits"], **rows)
     assert_the_same_in_large_batches(monkeypatch, verify, case | dict(method=method, return_logprobs=True))

@@ -14,6 +14,7 @@ from kernel_cases import (
     DEVICE,
     DTYPES,
     LAYOUTS,
+    METHODS_AND_DRAFTS,
     OPTIONS,
     TILED,
     VOCABS,
@@ -72,8 +73,7 @@ def test_verdicts_equal_the_twin(vocab_size: int, dtype: torch.dtype, kind: str)
 @pytest.mark.parametrize(
     "option", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("filters", "bias and mask")), "all"]
 )
-@pytest.mark.parametrize("kind", ["full", "one-hot"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "kind"), METHODS_AND_DRAFTS)
 def test_every_method_equals_the_twin(method: str, kind: str, option: str) -> None:
     """Also over several draw blocks, with vocabularies that differ, and with log-probabilities."""
     for seed, (vocab_size, draft_vocab) in enumerate([(40, 40), (2_500, 2_500), (30, 50), (50, 30)]):
@@ -84,8 +84,7 @@ def test_every_method_equals_the_twin(method: str, kind: str, option: str) -> No
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
-@pytest.mark.parametrize("kind", ["full", "one-hot"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "kind"), METHODS_AND_DRAFTS)
 def test_several_tiles(method: str, kind: str, filtered: bool) -> None:
     """What is put together from tiles: the twin's verdict, in any slot and whoever is beside it. Under filters a sample
     stands for the row, its bracket is swept and its contenders are halved."""
@@ -262,8 +261,7 @@ ENDLESS = torch.tensor([torch.inf, 3e38, 1e38, torch.inf, 3e38, 0.7, torch.nan, 
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("kind", ["full", "one-hot"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "kind"), METHODS_AND_DRAFTS)
 def test_endless_temperatures(method: str, kind: str, option: str) -> None:
     """Of rows with -inf in them, the block's padding at least: every token that stays is as likely."""
     rng = generator(12)

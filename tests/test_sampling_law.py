@@ -26,7 +26,7 @@ def test_two_token_continuations(
     check(target, drafter, verification, setting, count)
 
 
-@pytest.mark.parametrize(("drafter", "setting"), [("ngram", 1), ("model", 0)])
+@pytest.mark.parametrize(("drafter", "setting"), [pytest.param("ngram", 1, marks=pytest.mark.slow), ("model", 0)])
 def test_many_continuations(target: PreTrainedModel, drafter: str, setting: int) -> None:
     check(target, drafter, "rejection", SETTINGS[setting], SAMPLES // 2)
 
