@@ -17,7 +17,9 @@ from engine.model import uses_ragged_kernel
 
 NEW = 12
 DRAFTERS = ("ngram", "model")
-WHOLE = set(itertools.product((1, 3, 8), (0, 1, 4, 7), DRAFTERS))  # rows at a time, K, drafter
+BATCHES = (1, 3, 8)
+DRAFT_LENGTHS = (0, 1, 4, 7)
+WHOLE = set(itertools.product(BATCHES, DRAFT_LENGTHS, DRAFTERS))
 SAMPLE = {(1, 0, "ngram"), (1, 7, "model"), (3, 1, "ngram"), (3, 4, "model"), (8, 4, "ngram"), (8, 1, "model")}
 
 

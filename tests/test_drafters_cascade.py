@@ -9,9 +9,7 @@ from drafter_cases import Fixed, Knowing, Stateless, bare_state
 from replayed_graphs import with_graphs
 from sampled_laws import SOME, every_rule, flat_target, p_value
 from tiny_models import greedy, perturbed, random_prompts, tiny
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 import engine
 from engine.backend import RowStats, row_stats, verify

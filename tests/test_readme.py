@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_architectures import BATCHES, DRAFT_LENGTHS, DRAFTERS
+from test_architectures import BATCHES, DRAFT_LENGTHS, DRAFTERS, SAMPLE, WHOLE
 from test_other_architectures import CONFIGS as OTHERS
 from tiny_models import CONFIGS, GROUPED_EXPERTS
 
@@ -234,9 +234,12 @@ def test_the_packaged_head() -> None:
 
 
 def test_numbers_of_architectures() -> None:
-    assert (len(BATCHES), len(DRAFT_LENGTHS), len(DRAFTERS)) == (3, 4, 2)
+    assert (len(BATCHES), len(DRAFT_LENGTHS), len(DRAFTERS), len(SAMPLE), len(WHOLE)) == (3, 4, 2, 6, 24)
     text = " ".join(TEXT.split())
-    assert f"own on {len(CONFIGS)} architectures, three batch sizes, four K and two drafters" in text
+    assert (
+        f"own on {len(CONFIGS)} architectures, three batch sizes, four K and two drafters (six of these 24 ways; all under `-m slow`)"
+        in text
+    )
     assert f"on {len(OTHERS)} more with n-grams" in text
     on_device = len(set(CONFIGS) - {"falcon", *GROUPED_EXPERTS})  # see test_pretend_cuda.py
     assert f"thirteen drafters and on {on_device} architectures" in text
