@@ -18,10 +18,7 @@ from . import cpu_loops, philox, reference
 from .records import Draws, RowStats, Verdict
 from .rows import Filters, adjusted, head, unpacked_with
 
-if not cpu_loops.kept():
-    logging.getLogger(__name__).warning(
-        "compiling the loops that sample and verify on a CPU, which takes some seconds once on a machine"
-    )
+logger = logging.getLogger(__name__)
 SHARED = 1 << 20  # logits, a millisecond's work, for which one more thread is started
 _RULES = dict(rejection=cpu_loops.REJECTION, block=cpu_loops.BLOCK, coupled=cpu_loops.COUPLED)
 
@@ -189,6 +186,8 @@ def _of_rows(
 
 def _in_threads(loop: Callable[..., None], batch: int, work: int, *arguments: Any) -> None:
     """Run a loop over all sequences of a batch, each of which is worked on by itself, in several threads if there is much to do."""
+    if not cpu_loops.kept(loop):
+        logger.warning("compiling %s for this CPU, which takes some ten seconds once on a machine", loop.__name__)
 
     def run(begin: int, end: int) -> None:
         try:
@@ -222,8 +221,8 @@ def _memory(logits: Tensor | None) -> tuple[NDArray[np.int16], NDArray[np.float3
     if logits is None or not logits.numel():
         return *none, 0, 0, 0
     logits = logits.detach().float() if logits.dtype == torch.float16 else logits.detach()
-    if logits.is_neg() or logits.stride(-1) != 1:
-        logits = logits.resolve_neg().contiguous()
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
     sizes, strides = logits.shape, logits.stride()
     if not logits.is_contiguous():  # all from the first number to the last
         logits = logits.as_strided((1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)),), (1,))
@@ -245,5 +244,5 @@ def _array(values: Tensor | None, dtype: type, size: int = 0) -> NDArray[Any]:
     """The numbers of a tensor in memory, or zeros where there is none. Contiguous, as loops are compiled for that."""
     if values is None:
         return np.zeros(size, dtype)
-    values = values.detach().resolve_neg()
+    values = values.detach()
     return np.ascontiguousarray((values.float() if values.dtype == torch.bfloat16 else values).numpy(), dtype)

@@ -21,7 +21,7 @@ def verify(target_logits: Tensor, draft_tokens: Tensor) -> Verdict | None:
 
     Of bfloat16 the bits are compared, in a third of the time: as integers, numbers above 0 are in their own order, and above all others.
     """
-    target_logits = target_logits.detach().resolve_neg()
+    target_logits = target_logits.detach()
     if target_logits.dtype == torch.bfloat16:
         bits = target_logits.view(torch.int16).numpy()
         places, largest = _argmax(bits)

@@ -1,8 +1,8 @@
 """The loops over rows of logits on a CPU, which Numba compiles; cpu.py calls them. What they compute is in reference.py.
 
 A row is read block by block of DRAW_BLOCK tokens, which stay in the first-level cache while they are worked on in vector
-instructions. Nothing as wide as the vocabulary is written. Each sequence is worked on by itself, from its first row on, up to the
-row that decides: rows after it are not read.
+instructions. Each sequence is worked on by itself, from its first row on, up to the row that decides: rows after it are not read. Beside
+the rows there is room for the sums of blocks, and, under top-k or top-p, for one row's largest logits.
 
 Where a row up to that one is no distribution, or a draft's is not, nothing is said: what the verdict is then, and its status, is
 left to the reference.
@@ -23,11 +23,13 @@ from .records import DRAW_BLOCK, GREEDY_BELOW, Status
 
 REJECTION, BLOCK, COUPLED = 0, 1, 2  # the rules of verification
 STATS, BY_TOKEN, BY_INVERSION = 0, 1, 2  # what is done with a row: nothing more, or a draw
+DEPTHS = 8  # at which a filter's threshold is looked for, the last one 512 T below the peak
 
 _F32, _I32, _I64, _U64 = np.float32, np.int32, np.int64, np.uint64
 # A number of Python's is a type of its own to Numba, for which a function that gets it is compiled once more.
 _0, _NONE, _ACCEPT, _RESIDUAL, _SAMPLE = (_I64(number) for number in (0, -1, ACCEPT, RESIDUAL, SAMPLE))
 _INF = _F32(np.inf)
+_LOWEST = np.finfo(_F32).min
 _LOG2_E = _F32(math.log2(math.e))
 _GREEDY_BELOW = _F32(GREEDY_BELOW)
 _TINY = np.finfo(_F32).tiny
@@ -46,10 +48,12 @@ def _called_from_python(function: Callable[..., None]) -> Any:
         return njit(nogil=True, error_model="numpy")(function)
 
 
-def kept() -> bool:
-    """Whether an earlier process has left compiled loops."""
-    folder = verify_sequences.stats.cache_path
-    return folder is not None and any(Path(folder).glob(f"*{verify_sequences.__name__}*.nbi"))
+def kept(loop: Any) -> bool:
+    """Whether a loop called from Python is compiled, in this process or by an earlier one."""
+    if loop.signatures:
+        return True
+    folder, line = loop.stats.cache_path, loop.py_func.__code__.co_firstlineno
+    return folder is not None and any(Path(folder).glob(f"*.{loop.__name__}-{line}.*.nbi"))
 
 
 _OPTIONS = dict(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")  # x / 0 is not an error
@@ -210,8 +214,12 @@ def _select(values, scale, peak, wanted):
     quickselect finds a rank. It leaves the values in another order."""
     first, last = 0, len(values)
     found, before = -_INF, 0.0
+    random = _U64(
+        0
+    )  # a pivot in the middle, say, would be among the least again and again where a row rises to both ends
     while first < last:
-        found = values[(first + last) // 2]
+        random = (random * _U64(1664525) + _U64(1013904223)) & _U64(0xFFFFFFFF)
+        found = values[first + _I64((random * _U64(last - first)) >> _U64(32))]
         above, equal = 0.0, 0.0
         greater, place, less = first, first, last
         while place < less:
@@ -220,7 +228,7 @@ def _select(values, scale, peak, wanted):
                 less -= 1
                 values[place], values[less] = values[less], value
                 continue
-            weight = _exp2((value - peak) * scale)
+            weight = _exp2(max(value - peak, _LOWEST) * scale)
             if value > found:
                 values[place], values[greater] = values[greater], value
                 greater += 1
@@ -240,12 +248,16 @@ def _select(values, scale, peak, wanted):
 @_inner
 def _reaching(room, row, scale, peak, depth, wanted):
     """The largest logit from which on the amounts of a row come to what is wanted. It is looked for among those of some depth below
-    the peak, and where these are too few, twice as far down, and so on."""
+    the peak, where these are too few among those twice as far down, and so on, and at last among all."""
+    if not wanted > 0:
+        return peak
     part, few = room[0], room[4]
-    bound = peak - depth
-    while bound > -_INF and not _amount(room, row, scale, peak, bound) >= wanted:
-        depth *= 2
-        bound = peak - depth
+    bound = -_INF
+    for tried in range(DEPTHS):
+        within = peak - depth * _F32(1 << tried)
+        if _amount(room, row, scale, peak, within) >= wanted:
+            bound = within
+            break
     count = 0
     for start in range(0, row[3], DRAW_BLOCK):
         some = part[: min(DRAW_BLOCK, row[3] - start)]

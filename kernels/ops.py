@@ -68,7 +68,7 @@ def sample(
     token_mask: Tensor | None = None,  # [V], [B, V] or [B, W, V] bool, False = excluded
     return_logprobs: bool = False,
 ) -> Draws:
-    """One token per row, and the stats of the rows; see `reference.sample`. The logits are read once, with filters in part again.
+    """One token per row, and the stats of the rows; see `reference.sample`.
 
     Raises:
         ValueError: naming the argument whose type, shape, dtype, device or value does not fit.
@@ -110,7 +110,7 @@ def sample_by_inversion(
     row. It draws other tokens with the same probabilities, and serves drafts that verification compares with their distribution."""
     rows = temperature, top_k, top_p, min_p
     more: dict[str, Any] = dict(seed=seed, position=position, origin=origin, stream=stream, return_logprobs=True)
-    if use_loops(logits):
+    if not use_triton(logits) and use_loops(logits):
         from .cpu import sample as cpu_sample
 
         return cpu_sample(logits, *rows, **more, by_inversion=True)
@@ -195,7 +195,7 @@ def _all_greedy(temperature: Tensor | None) -> bool:
     """Of temperatures on a CPU, whether argmaxes are all that is wanted."""
     if temperature is None or temperature.device.type != "cpu":
         return False
-    return bool((temperature.detach().float().numpy() < GREEDY_BELOW).all())
+    return all(each < GREEDY_BELOW for each in temperature.float().tolist())
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The torch twins of `row_stats`, `sample` and `verify`: the specification of the Triton kernels.
+"""The torch twins of `row_stats`, `sample` and `verify`: the specification of the Triton kernels and of the loops of CPUs.
 
 Everything is computed in float32, or in float64 when the logits (of the target, for `verify`) are float64. p is the target's
 distribution, q the drafter's, both after logit bias, token mask, temperature and filters.

@@ -74,10 +74,10 @@ def per_row(values: Tensor, dims: int) -> Tensor:
 def unpacked(values: Tensor, cu: Tensor, width: int, fill: float) -> Tensor:
     """Packed rows [N, V] as [B, width, V]. Sequence b has the rows from cu[b] up to cu[b+1]; those that are missing hold `fill`."""
     at = cu[:-1, None] + torch.arange(width, device=cu.device)
-    missing = (at >= cu[1:, None])[..., None]
+    missing = ((at < 0) | (at >= cu[1:, None]))[..., None]
     if not len(values):
         return values.new_full((*at.shape, values.shape[1]), fill)
-    return values[at.clamp(max=len(values) - 1)].masked_fill_(missing, fill)
+    return values[at.clamp(0, len(values) - 1)].masked_fill_(missing, fill)
 
 
 def unpacked_with(
@@ -128,7 +128,8 @@ def row_stats(
     threshold = rank_threshold(logits, scale, top_k, top_p)
     if min_p is not None:
         # prob >= min_p * max prob  <=>  logit >= max + T log(min_p)
-        threshold = torch.maximum(threshold, maximum + min_p.to(maximum.dtype).log() / scale)
+        log_min_p = min_p.where(min_p > 0, 0).to(maximum.dtype).log()
+        threshold = torch.maximum(threshold, maximum + log_min_p / scale)
     threshold = threshold.masked_fill(greedy, -torch.inf)  # greedy rows have the lse of all their logits
     lse = log_sum_exp((logits * scale[..., None]).masked_fill_(logits < threshold[..., None], -torch.inf))
     return RowStats(maximum.where(greedy, threshold), lse, likeliest)

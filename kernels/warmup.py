@@ -49,8 +49,8 @@ def warmup(
         vocab_size: V of the target's logits.
         num_draft_tokens: the largest K, >= 0.
         dtype: of the logits.
-        device: of the logits. Nothing is done where the torch twins serve, as there is nothing to compile: on a CPU unless
-            ENGINE_KERNELS=triton, anywhere under ENGINE_KERNELS=torch, and in float64.
+        device: of the logits. Nothing is done where Triton does not serve: on a CPU unless ENGINE_KERNELS=triton (what Numba compiles
+            there, in the first call on a machine, it keeps on disk), anywhere under ENGINE_KERNELS=torch, and in float64.
         methods: those of `verify` that will be used.
         draft_vocab_size: V of the draft's logits, >= 1; None: drafts are one-hot.
         filters: whether some calls pass top_k, top_p and min_p (each call: all three or none).

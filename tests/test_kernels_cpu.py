@@ -4,9 +4,12 @@ import errno
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ from kernel_cases import (
 from torch import Tensor
 
 from engine.kernels import ops, philox, reference
+from engine.kernels.records import Status
 
 cpu = pytest.importorskip("engine.kernels.cpu", reason="needs Numba", exc_type=ImportError)
 cpu_loops = pytest.importorskip("engine.kernels.cpu_loops", reason="needs Numba", exc_type=ImportError)
@@ -122,12 +126,15 @@ def test_packed_rows_that_are_missing(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_packed_rows_beyond_all(method: str) -> None:
-    """Loops would read what lies behind them in memory."""
+@pytest.mark.parametrize("beyond", [2, -3])
+def test_packed_rows_beyond_all(beyond: int, method: str) -> None:
+    """Loops would read what lies behind or before them in memory, and an index from the end of them."""
     packed = pack(verify_case(generator(13), 4, 3, 900, 900), (4, 4, 4, 4), before=0, behind=0)
-    packed["cu_num_logits"] = packed["cu_num_logits"] + 2
+    packed["cu_num_logits"] = packed["cu_num_logits"] + beyond
     assert not cpu._inside(packed["cu_num_logits"], len(packed["target_logits"]))
-    assert_verdicts_equal(ops.verify(**packed, method=method), reference.verify(**packed, method=method))
+    verdict = reference.verify(**packed, method=method)
+    assert_verdicts_equal(ops.verify(**packed, method=method), verdict)
+    assert beyond > 0 or verdict.status[0] & Status.EMPTY_TARGET
 
 
 def test_no_sequences_and_no_rows() -> None:
@@ -209,4 +216,59 @@ def test_a_full_disk_keeps_no_compiled_loops_but_has_them_run(monkeypatch: pytes
 def test_compiling_is_told_once_on_a_machine(tmp_path: Path) -> None:
     """Here with a folder of its own for what Numba keeps."""
     told = [run(NUMBA_CACHE_DIR=str(tmp_path))[1] for _ in range(2)]
-    assert "compiling the loops" in told[0] and "compiling" not in told[1]
+    assert "compiling verify_sequences" in told[0] and "compiling" not in told[1]
+
+
+def test_what_an_older_version_left_is_no_compiled_loop(tmp_path: Path) -> None:
+    stats = SimpleNamespace(cache_path=str(tmp_path))
+    loop = SimpleNamespace(__name__="some_loop", signatures=[], stats=stats, py_func=test_any_layout)
+    line = test_any_layout.__code__.co_firstlineno
+    for name, kept in (("other_loop", False), (f"some_loop-{line - 1}", False), (f"some_loop-{line}", True)):
+        (tmp_path / f"cpu_loops.{name}.py311.nbi").touch()
+        assert cpu_loops.kept(loop) == kept
+
+
+def quickest(call: Callable[[], Any]) -> float:
+    """Seconds, of five calls."""
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+
+    return min(seconds() for _ in range(5))
+
+
+LARGE = 100_000
+COUNTED = torch.arange(LARGE, dtype=torch.float32)
+HARD_ROWS = {
+    "few tokens left": torch.full((LARGE,), -torch.inf).index_fill(0, torch.arange(8), 1.0),
+    "all but a few far below": torch.full((LARGE,), -3e38).index_fill(0, torch.arange(8), 1.0),
+    "lower towards the middle": (COUNTED - LARGE // 2).abs() / LARGE,
+    "higher towards the middle": -(COUNTED - LARGE // 2).abs() / LARGE,
+    "a wave": (COUNTED / LARGE * 2 * torch.pi).cos(),
+    "NaN": torch.zeros(LARGE).index_fill(0, torch.tensor([7]), torch.nan),
+}
+
+
+@pytest.mark.parametrize("filters", [dict(top_k=torch.tensor([50])), dict(top_p=torch.tensor([0.9]))], ids=str)
+@pytest.mark.parametrize("name", HARD_ROWS)
+def test_rows_that_are_hard_to_filter(name: str, filters: dict[str, Tensor]) -> None:
+    """Thresholds are the twin's, and found in a time like that of other rows: not by hundreds of passes over the row, nor by partitions
+    that leave out one logit at a time."""
+    row, usual = HARD_ROWS[name][None], random_logits(generator(11), 1, 1, LARGE)[0]
+    if name != "NaN":
+        assert_stats_agree(cpu.row_stats(row, **filters), reference.row_stats(row, **filters), torch.float32)
+    assert quickest(lambda: cpu.row_stats(row, **filters)) < 30 * quickest(lambda: cpu.row_stats(usual, **filters))
+
+
+def test_logits_too_far_apart_for_float32() -> None:
+    row = torch.tensor([[3e38, -3e38, -3.2e38, -torch.inf]])
+    assert cpu.row_stats(row, top_k=torch.tensor([2])).threshold.tolist() == row[:, 1].tolist()
+
+
+def test_drafts_by_inversion_heed_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_KERNELS", "triton")
+    monkeypatch.setattr(cpu, "sample", lambda *_, **__: pytest.fail("the loops were called"))
+    rows = random_rows(2, generator(12)) | dict(origin=torch.zeros(2, dtype=torch.int64), stream=philox.DRAFT)
+    assert ops.sample_by_inversion(torch.zeros(2, 1, 9), **rows).tokens.shape == (2, 1)
