@@ -5,6 +5,7 @@ from engine.kernels.layer_ops import gated_silu, rms_norm, rotate
 from engine.kernels.ops import check_kernels, row_stats, sample, sample_by_inversion, use_triton, verify
 from engine.kernels.philox import DRAFT, SAMPLE
 from engine.kernels.records import FATAL_STATUS, Draws, RowStats, Status, Verdict
+from engine.kernels.warmup import warmup
 from engine.kernels.workspace import reserve_counters
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "scatter_kv",
     "use_triton",
     "verify",
+    "warmup",
 ]

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from .backend import warmup
 from .config import EngineConfig, SamplingParams
 from .draft_length import DraftLength
 from .drafters.base import model_of, stages_of
@@ -96,7 +97,8 @@ class Server:
     def warmup(self, num_rows: int, text_length: int, params: SamplingParams) -> None:
         """Run every kind of round that rows of such texts may need. The rows are not active, so nothing changes.
 
-        All graphs that this captures are kept, however many they are. On a CPU there is nothing to compile or to capture.
+        All graphs that this captures are kept, however many they are. On a CPU there is nothing to capture, and only what samples to
+        compile.
 
         Args:
             num_rows: that decode together.
@@ -105,6 +107,9 @@ class Server:
         """
         self._slots.reserve(text_length)
         if self._device.type == "cpu" and not self._round.graphs.planned:
+            if params.temperature or params.logprobs:
+                target = self._round.target
+                warmup(target.vocab_size, 0, target.dtype, self._device)
             return
         request = Request(0, [0] * text_length, params, 0, text_length, None)
         state = self._slots.select(slice(0, self._slots.num_rows(num_rows)), [request])

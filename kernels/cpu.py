@@ -145,6 +145,13 @@ def verify(
     )
 
 
+def warmup() -> None:
+    """Compile the loops, or load what an earlier process has compiled."""
+    logits, number = torch.zeros(1, 1, 2, dtype=torch.float32), torch.zeros(1, dtype=torch.int64)
+    sample(logits, seed=number, position=number)
+    verify(logits, number.new_empty(1, 0), seed=number, position=number)
+
+
 def _of_rows(
     what: int,
     logits: Tensor,

@@ -7,7 +7,7 @@ import torch
 
 from . import philox
 from .checks import FLOATS, as_int
-from .ops import METHODS, row_stats, sample, use_triton, verify
+from .ops import METHODS, row_stats, sample, use_loops, use_triton, verify
 from .workspace import reserve_counters
 
 
@@ -49,8 +49,8 @@ def warmup(
         vocab_size: V of the target's logits.
         num_draft_tokens: the largest K, >= 0.
         dtype: of the logits.
-        device: of the logits. Nothing is done where Triton does not serve: on a CPU unless ENGINE_KERNELS=triton (what Numba compiles
-            there, in the first call on a machine, it keeps on disk), anywhere under ENGINE_KERNELS=torch, and in float64.
+        device: of the logits. Where Numba serves, what it compiles is compiled, or loaded if it was before on this machine. Nothing is
+            done where the torch twins serve: under ENGINE_KERNELS=torch, and in float64.
         methods: those of `verify` that will be used.
         draft_vocab_size: V of the draft's logits, >= 1; None: drafts are one-hot.
         filters: whether some calls pass top_k, top_p and min_p (each call: all three or none).
@@ -76,6 +76,10 @@ def warmup(
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(f"device must be one that torch can make tensors on, got {device!r}: {error}") from error
     if not use_triton(example):
+        if use_loops(example):
+            from .cpu import warmup as warm_up_loops
+
+            warm_up_loops()
         return
     device = example.device  # with its index
     reserve_counters(device)

@@ -27,10 +27,13 @@ from kernel_cases import (
     random_rows,
     verify_case,
 )
+from tiny_models import tiny
 from torch import Tensor
 
+import engine
 from engine.kernels import ops, philox, reference
 from engine.kernels.records import Status
+from engine.kernels.warmup import warmup
 
 cpu = pytest.importorskip("engine.kernels.cpu", reason="needs Numba", exc_type=ImportError)
 cpu_loops = pytest.importorskip("engine.kernels.cpu_loops", reason="needs Numba", exc_type=ImportError)
@@ -162,6 +165,27 @@ def test_torch_serves_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> N
     assert not ops.use_loops(logits)
     rows = random_rows(2, generator(10)) | dict(origin=torch.zeros(2, dtype=torch.int64), stream=philox.DRAFT)
     assert torch.equal(ops.sample_by_inversion(logits, **rows).tokens, reference.sample(logits, **rows).tokens)
+
+
+def test_a_warmup_compiles_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the kernels, and one of an engine for requests that sample or want log-probabilities."""
+    called: list[str] = []
+    for loop in (cpu_loops.sample_rows, cpu_loops.verify_sequences):
+
+        def noted(*arguments: Any, loop: Any = loop) -> None:
+            called.append(loop.__name__)
+            loop(*arguments)
+
+        noted.signatures = [()]  # type: ignore[attr-defined]
+        monkeypatch.setattr(cpu_loops, loop.__name__, noted)
+    both = ["sample_rows", "verify_sequences"]
+    warmup(100, 3, torch.bfloat16, "cpu")
+    assert called == both
+    llm = engine.load(tiny("llama", dtype=torch.float32), max_batch_size=2)
+    for params, more in ((None, []), (dict(temperature=0.5), both), (dict(logprobs=True), both)):
+        called.clear()
+        llm.warmup(params=params and engine.SamplingParams(**params))
+        assert called == more
 
 
 CALLS = """
