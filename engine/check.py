@@ -13,7 +13,7 @@ from .config import SamplingParams
 from .demo_prompts import PROMPTS
 from .engine import Engine
 from .generation_config import eos_token_ids, repetition_penalty
-from .loading import load
+from .loading import check_drafter, load
 from .pretrained import whole_model
 from .terminal import loading, working, write_json
 from .text_difference import Comparer, Difference
@@ -116,10 +116,15 @@ def run(options: CheckOptions) -> int:
 
 
 def _by_engine(options: CheckOptions) -> OurTexts:
+    check_drafter(options.drafter)
     with loading(options.target):
         plain = load(options.target, drafter=None, **options.settings)
     model, params = plain.target_model, SamplingParams(max_new_tokens=options.max_new_tokens)
     prompts = list(options.prompts) or _usual_prompts(plain)
+    if not prompts:
+        raise ValueError(
+            f"prompts must be given for a target of max_length = {plain.max_length}, which the usual ones exceed"
+        )
     plain.check(prompts, params)
     speculative = None
     if options.drafter is not None:
@@ -151,12 +156,22 @@ def _by_engine(options: CheckOptions) -> OurTexts:
 
 
 def _usual_prompts(llm: Engine) -> list[Any]:
-    """The demo's; without a tokenizer, token ids."""
+    """Those of the demo's that the target has room for; without a tokenizer, token ids."""
     if llm.tokenizer is None:
-        return [list(range(1, 1 + length)) for length in (5, 40, 150)]
-    texts = [prompt.content for prompt in PROMPTS]
-    template = getattr(llm.tokenizer, "chat_template", None)
-    return [[{"role": "user", "content": text}] for text in texts] if template else texts
+        prompts: list[Any] = [list(range(1, 1 + length)) for length in (5, 40, 150)]
+    else:
+        prompts = [prompt.content for prompt in PROMPTS]
+        if getattr(llm.tokenizer, "chat_template", None):
+            prompts = [[{"role": "user", "content": text}] for text in prompts]
+
+    def fits(prompt: Any) -> bool:
+        try:
+            llm.check([prompt])
+        except ValueError:
+            return False
+        return True
+
+    return list(filter(fits, prompts))
 
 
 def _describe(llm: Engine) -> str:

@@ -84,7 +84,7 @@ def _app(
 @app.command()
 def demo(
     target: options.Target = None,
-    drafter: options.Drafter = None,
+    drafter: options.ComparedDrafter = None,
     num_draft_tokens: options.NumDraftTokens = "auto",
     exact: options.Exact = None,
     dtype: options.Dtype = "bfloat16",

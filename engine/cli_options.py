@@ -41,18 +41,22 @@ Tokenizer = Annotated[
         metavar="TOKENIZER",
     ),
 ]
-Drafter = Annotated[
-    str | None,
-    _option(
+
+
+def _drafter(more: str) -> Any:
+    return _option(
         "--drafter",
         "-d",
         help='"ngram", "suffix", "layer_skip:N" or a set as "layer_skip:0-7,28", a trained head, a draft model or '
-        '"staged:MODEL", which is sped up itself; "ngram+MODEL" for both; "none".',
+        f'"staged:MODEL", which is sped up itself; "ngram+MODEL" for both{more}.',
         panel=MODEL,
         show_default="ngram; with a trained head for the default target",
         metavar="DRAFTER",
-    ),
-]
+    )
+
+
+Drafter = Annotated[str | None, _drafter('; "none"')]
+ComparedDrafter = Annotated[str | None, _drafter("")]  # with decoding without one
 NumDraftTokens = Annotated[
     str,
     _option(

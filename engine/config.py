@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -138,7 +138,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     repetition_penalty: float | None = None
     logprobs: bool = False
-    logits_processor: Callable[[Any, Any], Any] | None = None
+    logits_processor: Callable[[Any, Any], Any] | None = field(default=None, hash=False)  # a list of them has no hash
 
     def __post_init__(self) -> None:
         t, p, m = self.temperature, self.top_p, self.min_p
@@ -156,7 +156,8 @@ class SamplingParams:
             raise ValueError(f"stop must be one or a list of non-empty strings, got {self.stop!r}")
         check_bool("ignore_eos", self.ignore_eos)
         check_bool("logprobs", self.logprobs)
-        if self.logits_processor is not None and not callable(self.logits_processor):
+        processor = self.logits_processor
+        if processor is not None and (not callable(processor) or isinstance(processor, type)):
             raise ValueError(
                 f"logits_processor must be callable as a LogitsProcessor of transformers is, or None, got {self.logits_processor!r}; several go into one "
                 f"LogitsProcessorList"
@@ -197,11 +198,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_bool("compile", self.compile)
         checked = {"max_batch_size": check_int("max_batch_size", self.max_batch_size, 1, limit=LARGEST_BATCH)}
-        if isinstance(self.num_draft_tokens, str):
-            if self.num_draft_tokens != "auto":
-                raise ValueError(f"num_draft_tokens must be 'auto' or an int >= 0, got {self.num_draft_tokens!r}")
-        else:
+        if is_int(self.num_draft_tokens):
             checked["num_draft_tokens"] = check_int("num_draft_tokens", self.num_draft_tokens, 0)
+        elif not isinstance(self.num_draft_tokens, str) or self.num_draft_tokens != "auto":
+            raise ValueError(f"num_draft_tokens must be 'auto' or an int >= 0, got {self.num_draft_tokens!r}")
         if self.verification not in VERIFICATION_METHODS:
             methods = ", ".join(VERIFICATION_METHODS)
             raise ValueError(f"verification must be one of {methods}, got {self.verification!r}")

@@ -104,7 +104,10 @@ def run(options: DemoOptions) -> None:
         raise ValueError(f"repeats must be >= 1, got {options.repeats}")
     console = stdout_console()
     plain, speculative = _load(options)
-    speculative.check([_messages(prompt) for prompt in PROMPTS], params)
+    try:
+        speculative.check([_messages(prompt) for prompt in PROMPTS], params)
+    except ValueError as error:
+        raise ValueError(f"{error} (of the demo's own prompts; `generate` takes others)") from error
     if not options.as_json:
         _stream_answers(console, speculative, params)
     timings = [_time(prompt, plain, speculative, params, options.repeats) for prompt in PROMPTS]
@@ -121,6 +124,9 @@ def _load(options: DemoOptions) -> "tuple[Engine, Engine]":
     """A plain and a speculative engine over one loaded model."""
     import engine
 
+    from .loading import check_drafter
+
+    check_drafter(options.drafter)
     use_all_cores()
     target = find_model() if options.target is None else options.target
     settings: dict[str, Any] = {

@@ -113,8 +113,8 @@ class Engine:
 
         Args:
             prompts: text, token ids or chat messages, or a list of these. Ids may come in a list, a 1-D tensor or array, or as a
-                tokenizer returns them; what it returns for several texts is a list of prompts. A chat that ends in a message of
-                the assistant is continued there.
+                tokenizer returns them; what it returns for a list of texts is a list of prompts, but for a tensor of one row. A chat that
+                ends in a message of the assistant is continued there.
             params: for all prompts, or one for each; None: the defaults.
             progress: show a bar on stderr (that of rank 0, under tensor parallelism).
             on_output: called with each prompt's index and its `Output` (or its InvalidLogitsError, with the outputs so far) as soon
@@ -186,8 +186,8 @@ class Engine:
         params: SamplingParams | None = None,
         progress: bool = False,
     ) -> None:
-        """Compile kernels and capture CUDA graphs now instead of at the first prompts and rounds of their kind. On a CPU, which needs
-        neither, the buffers of such texts are made.
+        """Compile kernels and capture CUDA graphs now instead of at the first prompts and rounds of their kind. On a CPU the buffers of
+        such texts are made, and what samples is compiled if `params` do.
 
         All that is captured here is kept: for each pair of a batch size and a length 3 graphs with most drafters, up to 15 with
         num_draft_tokens="auto", and up to 50 where a model drafts. A text that grows goes through the buckets of all lengths up to its own.

@@ -1,5 +1,6 @@
 """From what a user names (hub id, folder, GGUF file, live model) to an engine."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ def load(
     tokenizer, stages = _tokenizer(tokenizer), _stages(drafter)
     target = locate(target, "target", dtype)
     model_config = target.config if isinstance(target, PreTrainedModel) else read_config(target, "target")
-    _check_sizes(model_config.get_text_config(), config.max_length, stages)
+    _check_length(model_config.get_text_config(), config.max_length)
+    _check_layers(model_config.get_text_config(), drafter, stages)
     with torch.autocast("cpu", enabled=False):  # layers are fused and compiled by what they give
         main = read_checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
         drafters = [_drafter(main, stage) for stage in stages]
@@ -127,6 +129,11 @@ def _tokenizer(tokenizer: Any) -> Any:
             f"AutoTokenizer.from_pretrained(..., mistral_format=False) gives one"
         )
     return tokenizer
+
+
+def check_drafter(drafter: Any) -> None:
+    """Raise what `load` would for such a drafter before it looks at the target."""
+    _stages(drafter)
 
 
 def _stages(drafter: Any) -> list[Any]:
@@ -152,15 +159,23 @@ def _stages(drafter: Any) -> list[Any]:
     return stages
 
 
-def _check_sizes(target: PretrainedConfig, max_length: int | None, stages: list[Any]) -> None:
-    """What depends on the target's config alone."""
+def _check_length(target: PretrainedConfig, max_length: int | None) -> None:
     context = context_length(target)
     if max_length is not None and max_length > context:
         raise ValueError(f"max_length must be <= {context}, the target's context, got {max_length}")
-    for stage in stages:
-        for part in stages_of(stage):
-            if isinstance(part, LayerSkipDrafter):
-                part.check_layers(target.num_hidden_layers)
+
+
+def _check_layers(target: PretrainedConfig, drafter: Any, stages: list[Any]) -> None:
+    """Whether the target has the layers that these stages of a drafter run."""
+    for part in itertools.chain.from_iterable(map(stages_of, stages)):
+        if not isinstance(part, LayerSkipDrafter):
+            continue
+        try:
+            part.check_layers(target.num_hidden_layers)
+        except ValueError as error:
+            if not isinstance(drafter, str):
+                raise
+            raise ValueError(f"drafter {drafter!r}: {error}") from error
 
 
 def _drafter(main: Checkpoint, stage: Any) -> Drafter:

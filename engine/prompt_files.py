@@ -23,20 +23,26 @@ def read_prompts(arguments: list[str], file: str | None) -> Sequence[Prompt]:
             f"give prompts as arguments or with --prompts-file, not both, got {len(arguments)} and {file!r}"
         )
     if arguments:
+        if "" in arguments:
+            raise ValueError(f"prompts[{arguments.index('')}] must not be empty, got ''")
         return arguments
     if file is None:
         if sys.stdin.isatty():
             raise ValueError("no prompt: give one as an argument, with --prompts-file, or on standard input")
-        return [sys.stdin.read().removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")]
+        text = sys.stdin.read().removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
+        if not text:
+            raise ValueError("standard input must hold a prompt, but it is empty")
+        return [text]
+    name = "standard input" if file == "-" else file
     lines = [(number, line) for number, line in enumerate(read_lines(file), 1) if line.strip()]
     if not lines:
-        raise ValueError(f"{file} must hold at least one prompt, but it is empty")
+        raise ValueError(f"{name} must hold at least one prompt, but it is empty")
     if file.endswith(".jsonl") or isinstance(_parse(lines[0][1]), dict):
-        return [_prompt_of(line, f"{file}:{number}") for number, line in lines]
+        return [_prompt_of(line, f"{name}:{number}") for number, line in lines]
     whole = _parse("\n".join(line for _, line in lines))
     if isinstance(whole, list | dict):
         got = "list" if isinstance(whole, list) else "object of several lines"
-        raise ValueError(f"{file} must hold a prompt per line, or a JSON object per line, got one JSON {got}")
+        raise ValueError(f"{name} must hold a prompt per line, or a JSON object per line, got one JSON {got}")
     return [line for _, line in lines]
 
 
@@ -69,6 +75,8 @@ def _prompt_of(line: str, where: str) -> Prompt:
             raise ValueError(f"{where} must have no tools, which are not rendered: render the chat, and give its text")
         turns = record.get("turns")
         prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        if prompt == "":
+            raise ValueError(f"{where} must hold a prompt that is not empty, got ''")
         if isinstance(prompt, str):
             return prompt
         messages = record.get("messages")

@@ -13,7 +13,8 @@ def split(prompts: Any) -> tuple[list[Any], bool]:
     """A list of prompts, and whether only one was given.
 
     A string, ids (in a list, a tensor, an array or what a tokenizer returns for one text) and a list of chat messages are one prompt;
-    a list of prompts is several, and so is what a tokenizer returns for several texts.
+    a list of prompts is several, and so is what a tokenizer returns for a list of texts (but for a tensor of one row, as which it
+    returns one text as well).
 
     Raises:
         ValueError: for an empty list, or what is no prompt at all.
@@ -50,6 +51,8 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
         ValueError: naming the prompt and the rule that it breaks.
     """
     if isinstance(prompt, BatchEncoding):
+        if "input_ids" not in prompt:
+            raise ValueError(f"{name} must have input_ids, got {', '.join(prompt) or 'nothing'}")
         prompt = _unpadded(prompt)
     if _is_array(prompt):
         if prompt.ndim == 2 and len(prompt) == 1:  # as a tokenizer makes it of one text
@@ -68,9 +71,11 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
         ids = _render_chat(list(prompt), name, _need(tokenizer, name, "chat messages"))
     else:
         ids = list(prompt)
+    made = isinstance(prompt, str) or isinstance(prompt[0], dict)
     for token in ids:
         if not is_int(token) or not 0 <= token < vocab_size:
-            raise ValueError(f"{name} must hold token ids in [0, {vocab_size}), got {token!r}")
+            holder = f"what the tokenizer makes of {name}" if made else name
+            raise ValueError(f"{holder} must hold token ids in [0, {vocab_size}), got {token!r}")
     if not ids:
         raise ValueError(f"{name} must hold at least one token, got none")
     if len(ids) >= max_length:
@@ -89,9 +94,9 @@ def _unpadded(encoding: BatchEncoding) -> Any:
 
 
 def _of_several_texts(encoding: BatchEncoding) -> list[BatchEncoding]:
-    """What a tokenizer returns for several texts, text by text; empty for one."""
+    """What a tokenizer returns for a list of texts, text by text; empty for one text, as which a tensor [1, T] counts too."""
     ids: Any = encoding.get("input_ids")
-    if not _is_batch(ids) or len(ids) < 2:
+    if not _is_batch(ids) or (_is_array(ids) and len(ids) == 1):
         return []
     fields = {name: encoding[name] for name in ("input_ids", "attention_mask") if name in encoding}
     return [BatchEncoding({name: rows[index] for name, rows in fields.items()}) for index in range(len(ids))]

@@ -50,7 +50,7 @@ class RequestMaker:
         """The same on this rank alone, whose fresh seeds are its own."""
         items, single = prompting.split(prompts)
         if streamed and not single:
-            raise ValueError(f"stream takes one prompt, got {len(items)}: use generate for several")
+            raise ValueError(f"prompt must be one prompt, got a list of {len(items)}: use generate for several")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(items)
         fits = isinstance(params, list | tuple) and len(params) == len(items)
@@ -62,7 +62,8 @@ class RequestMaker:
         special = special_tokens(self._tokenizer) if any(param.stop for param in params) else {}
         requests = []
         for index, (item, param) in enumerate(zip(items, params, strict=True)):
-            ids = prompting.encode(item, f"prompts[{index}]", self._tokenizer, self._vocab_size, self._max_length)
+            name = "prompt" if streamed else f"prompts[{index}]"
+            ids = prompting.encode(item, name, self._tokenizer, self._vocab_size, self._max_length)
             stop, stop_token_ids = self._stops(param, special)
             text = None
             if self._tokenizer is not None and (streamed or stop):

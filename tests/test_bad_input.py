@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 from tiny_models import CONTEXT, VOCAB, greedy, tiny
-from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import BatchEncoding, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast, TopKLogitsWarper
 
 import engine
 from engine import config
@@ -52,6 +52,8 @@ def target() -> PreTrainedModel:
         ("stop_token_ids", 5, "a list of ints"),
         ("stop_token_ids", [2.5], "an int >= 0"),
         ("stop_token_ids", [-1], ">= 0"),
+        ("logits_processor", 3, "callable as a LogitsProcessor of transformers is"),
+        ("logits_processor", TopKLogitsWarper, "callable as a LogitsProcessor of transformers is"),
         ("repetition_penalty", 0.0, r"in \[0.01, 100\]"),
         ("repetition_penalty", -1.1, r"in \[0.01, 100\]"),
         ("repetition_penalty", float("nan"), r"in \[0.01, 100\]"),
@@ -63,6 +65,12 @@ def test_sampling_params(field: str, value: Any, rule: str) -> None:
     with pytest.raises(ValueError, match=f"^{field} must be .*{rule}.*got") as caught:
         engine.SamplingParams(**{field: value})
     assert str(value).strip("[]") in str(caught.value)
+
+
+def test_params_with_processors_have_a_hash() -> None:
+    """Though a list of processors has none."""
+    first, second = (engine.SamplingParams(logits_processor=LogitsProcessorList(), seed=seed) for seed in (1, 2))
+    assert len({first, second, engine.SamplingParams(logits_processor=LogitsProcessorList(), seed=1)}) == 2
 
 
 def test_sampling_params_know_their_fields_and_are_frozen() -> None:
@@ -129,7 +137,7 @@ def test_extreme_numbers_that_are_allowed(target: PreTrainedModel) -> None:
     ("option", "value", "message"),
     [
         ("num_draft_tokens", -1, "num_draft_tokens must be >= 0, got -1"),
-        ("num_draft_tokens", 2.0, "num_draft_tokens must be an int >= 0, got 2.0"),
+        ("num_draft_tokens", 2.0, "num_draft_tokens must be 'auto' or an int >= 0, got 2.0"),
         ("verification", "typical", "verification must be one of .*, got 'typical'"),
         ("exact", 1, "exact must be True, False or None, got 1"),
         ("exact", "yes", "exact must be True, False or None, got 'yes'"),
@@ -208,7 +216,7 @@ def test_kernels_without_triton(target: PreTrainedModel, monkeypatch: pytest.Mon
         (np.array(["a"]), r"prompts\[0\] must hold token ids .* got 'a'"),
         (torch.tensor(3), "prompts must be a string.* got Tensor"),
         ([BatchEncoding({"input_ids": [[1, 2], [3]]})], r"prompts\[0\] must hold token ids .* got \[1, 2\]"),
-        (BatchEncoding({}), r"prompts\[0\] must be a string, token ids or chat messages, got NoneType"),
+        (BatchEncoding({}), r"prompts\[0\] must have input_ids, got nothing"),
         ([1] * CONTEXT, rf"prompts\[0\] has {CONTEXT} tokens; at most {CONTEXT - 1}"),
         ("text", r"prompts\[0\] is text, which needs a tokenizer"),
         ([{"role": "user", "content": "hi"}], r"prompts\[0\] is chat messages, which needs a tokenizer"),
@@ -269,7 +277,7 @@ def test_params_must_fit_the_prompts(target: PreTrainedModel) -> None:
         llm.generate([[1]], engine.SamplingParams(stop="x"))
     with pytest.raises(ValueError, match=rf"stop_token_ids must be in \[0, {VOCAB - 1}\], got {VOCAB}"):
         llm.generate([[1]], engine.SamplingParams(stop_token_ids=[VOCAB]))
-    with pytest.raises(ValueError, match="stream takes one prompt"):
+    with pytest.raises(ValueError, match="prompt must be one prompt, got a list of 2: use generate for several"):
         llm.stream([[1], [2]])
 
 

@@ -108,7 +108,8 @@ def test_what_rounding_may_decide(gap: float | None, rounding: float, passed: bo
     [
         (["-n", "0"], "max_new_tokens must be >= 1, got 0"),
         (["-d", "layer_skip:9"], "exit_layer must be in"),
-        (["--max-length", "16", "-n", "4"], "prompts[0] has"),
+        (["-t", "/nowhere", "-d", "ngrm"], "drafter must be"),
+        (["--max-length", "16", "-n", "4"], "prompts must be given for a target of max_length = 16"),
     ],
 )
 def test_bad_input(words: list[str], message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def test_version_and_a_reader_that_has_gone(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     "closed, words, status, out, err",
     [
-        ("<&-", "generate -t missing.gguf", 2, "", "error: target must be"),
+        ("<&-", "generate -t missing.gguf", 2, "", "error: standard input must hold a prompt"),
         (">&-", "--version", 0, "", ""),
         ("2>&-", "generate --top-p 0 x", 2, "", ""),
         ("<&- >&- 2>&-", "--help", 0, "", ""),
@@ -193,6 +193,8 @@ def test_prompts_from_stdin(engines: list[FakeEngine], monkeypatch: pytest.Monke
         ("generate -t model -f {bad} ", 2, 'bad.jsonl:2 must be a JSON object with a string "prompt"'),
         ("generate -t model -f {tools}", 2, "tools.jsonl:1 must have no tools, which are not rendered"),
         ("generate -t model -f {empty}", 2, "must hold at least one prompt"),
+        ("generate -t model -f {no_prompt}", 2, "no_prompt.jsonl:2 must hold a prompt that is not empty, got ''"),
+        ("generate -t model x ''", 2, "prompts[1] must not be empty, got ''"),
         ("generate -t model -f {object}", 2, "or a JSON object per line, got one JSON object of several"),
         ("generate -t model -f {list}", 2, "must hold a prompt per line, or a JSON object per line, got one JSON list"),
         ("generate -t model -f {empty} x", 2, "not both"),
@@ -225,12 +227,33 @@ def test_bad_input_gives_one_line(
     files["deep"].write_text("[" * 100_000 + "]" * 100_000 + "\n")
     files["bad"].write_text('{"prompt": "one"}\n{"prompt": 2}\n')
     files["empty"].write_text("\n")
-    assert cli.main(words.format(**files).split()) == status
+    files["no_prompt"] = tmp_path / "no_prompt.jsonl"
+    files["no_prompt"].write_text('{"prompt": "one"}\n{"prompt": ""}\n')
+    assert cli.main(shlex.split(words.format(**files))) == status
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("generate -t model", "error: standard input must hold a prompt, but it is empty\n"),
+        ("generate -t model -f -", "error: standard input must hold at least one prompt, but it is empty\n"),
+    ],
+)
+def test_an_empty_standard_input_is_refused_before_anything_is_loaded(
+    words: str,
+    message: str,
+    engines: list[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pipe(monkeypatch, "")
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr().err == message and not engines
 
 
 def test_debug_shows_the_traceback(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,10 +355,12 @@ def test_default_target(
 
 def test_an_empty_name_is_not_the_default(engines: list[FakeEngine]) -> None:
     """As of a shell's variable that is not set: another model than was meant would answer."""
-    for command in ("generate x", "chat", "demo"):
+    for command in ("generate x", "chat"):
         cli.main([*command.split(), "--target=", "--drafter="])
-    assert [(llm.target, llm.options["drafter"]) for llm in engines[:2]] == [("", "")] * 2
+    assert [(llm.target, llm.options["drafter"]) for llm in engines] == [("", "")] * 2
+    cli.main(["demo", "--target="])
     assert engines[2].target == ""
+    assert cli.main(["demo", "--drafter="]) == 2 and len(engines) == 4
 
 
 def test_ctrl_c_elsewhere_ends_the_program(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:

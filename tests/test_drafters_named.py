@@ -64,7 +64,7 @@ def test_lookup_in_a_cascade_wants_three_tokens(target: PreTrainedModel, name: s
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("layer_skip:99", ValueError, r"exit_layer must be in \[1, 2\], got 99"),
+        ("layer_skip:99", ValueError, r"drafter 'layer_skip:99': exit_layer must be in \[1, 2\], got 99"),
         ("layer_skip:0-2", ValueError, r"layers must be below 2, the target's number, got \[0, 1, 2\]"),
         (
             "ngram+/nowhere/draft",

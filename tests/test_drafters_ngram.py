@@ -71,7 +71,7 @@ def test_rows_that_want_nothing_are_proposed_what_they_may(looking: None) -> Non
 
 @pytest.mark.parametrize(
     ("sizes", "rule"),
-    [((0, 8), "min_ngram must be >= 1, got 0"), ((3, 2), "max_ngram must be >= 3, got 2")],
+    [((0, 8), "min_ngram must be >= 1, got 0"), ((3, 2), "max_ngram must be >= min_ngram = 3, got 2")],
 )
 def test_bad_sizes(sizes: tuple[int, int], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):

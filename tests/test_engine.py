@@ -189,16 +189,17 @@ def test_single_prompts_and_lists(target: PreTrainedModel) -> None:
     assert llm.generate(["abc"], params)[0].token_ids == one.token_ids
     assert llm.generate([97, 98, 99], params).token_ids == one.token_ids
     encoded = [TOKENIZER("abc", return_tensors=kind) for kind in (None, "pt", "np")]
-    encoded.append(TOKENIZER(["abc"]))
-    encoded += [
-        TOKENIZER(["abc"], padding="max_length", max_length=9, padding_side=side, return_tensors=kind)
-        for side in ("left", "right")
-        for kind in (None, "pt")
-    ]
+    listed = [TOKENIZER(["abc"])]
+    for side in ("left", "right"):
+        for kind, found in (("pt", encoded), (None, listed)):
+            found.append(TOKENIZER(["abc"], padding="max_length", max_length=9, padding_side=side, return_tensors=kind))
     arrays = [torch.tensor([97, 98, 99]), np.array([97, 98, 99]), torch.tensor([[97, 98, 99]])]
     for prompt in (*arrays, *encoded):
         assert llm.generate(prompt, params).token_ids == one.token_ids
-    assert [output.token_ids for output in llm.generate([*arrays, *encoded], params)] == [one.token_ids] * 11
+    for prompt in listed:
+        assert [output.token_ids for output in llm.generate(prompt, params)] == [one.token_ids]
+    found = llm.generate([*arrays, *encoded, *listed], params)
+    assert [output.token_ids for output in found] == [one.token_ids] * 11
     chat = llm.generate([{"role": "user", "content": "hi"}], params)
     assert bytes(chat.prompt_token_ids) == b"user: hi\nassistant:"
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
@@ -256,6 +257,14 @@ def test_what_a_tokenizer_returns_for_several_texts(target: PreTrainedModel, ten
     assert [output.token_ids for output in found] == [output.token_ids for output in llm.generate(words, params)]
     short = TOKENIZER(["a", "b"], return_tensors=tensors)
     assert [output.prompt_token_ids for output in llm.generate(short, params)] == [[97], [98]]
+
+
+def test_what_a_tokenizer_returns_for_a_list_of_one_text(target: PreTrainedModel) -> None:
+    """As the last batch of many may be. A tensor of one row may be one text by itself as well."""
+    llm, params = engine.load(target, tokenizer=TOKENIZER), engine.SamplingParams(max_new_tokens=3)
+    assert [output.prompt_token_ids for output in llm.generate(TOKENIZER(["ab"]), params)] == [[97, 98]]
+    for one in (TOKENIZER("ab"), TOKENIZER("ab", return_tensors="pt"), TOKENIZER(["ab"], return_tensors="pt")):
+        assert llm.generate(one, params).prompt_token_ids == [97, 98]
 
 
 def test_an_engine_is_not_copied(target: PreTrainedModel) -> None:

@@ -50,8 +50,10 @@ LOOKUP = "transformers lookup K=5"
         (["-b", "0"], "batch_sizes must be >= 1, got 0"),
         (["--batches-per-call", "0"], "batches_per_call must be >= 1, got 0"),
         (["-n", "4", "0"], "max_new_tokens must be >= 1, got 0"),
-        (["-T", "-0.5"], "temperatures must be finite numbers >= 0, got -0.5"),
-        (["-T", "nan"], "temperatures must be finite numbers >= 0, got nan"),
+        (["-k", "1.5"], 'must be an int >= 0 or "auto", got \'1.5\''),
+        (["-T", "-0.5"], "temperatures must be finite numbers >= 0 and <= 3e+38, got -0.5"),
+        (["-T", "nan"], "temperatures must be finite numbers >= 0 and <= 3e+38, got nan"),
+        (["-T", "1e39"], "temperatures must be finite numbers >= 0 and <= 3e+38, got 1e+39"),
         (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
         (["--repeats", "0"], "repeats must be >= 1, got 0"),
         (["--seed", "-1"], "seed must be in [0, 2**32), got -1"),
@@ -73,6 +75,10 @@ LOOKUP = "transformers lookup K=5"
         (["--load-option", "dtype=float32"], "load-option must not be dtype"),
         (["--load-option", "no_such=1"], "load-option must be an argument of engine.load"),
         (["--load-option", "max_length"], "must be name=value"),
+        (["--load-option", "max_length=foo"], "max_length must be an int >= 2, got 'foo'"),
+        (["--load-option", "compile=maybe"], "compile must be True or False, got 'maybe'"),
+        (["--load-option", "tensor_parallel=2"], "tensor_parallel must be True or False, got 2"),
+        (["-b", "70000"], "max_batch_size must be <= 65535, got 70000"),
         (["--preset", "gpt5"], "invalid choice: 'gpt5'"),
         (
             ["--report-only", "--restart", "--max-turns", "1"],
@@ -123,8 +129,9 @@ def test_options_that_the_model_refuses(bench: Callable[..., Path], capsys: pyte
     folder = bench("-n", "6", "500", status=2)
     assert f"max_new_tokens must be <= {CONTEXT - 2} for this target's context, got 500" in capsys.readouterr().err
     assert read_records(folder) == []  # told before the other contest
-    folder = bench("--load-option", "compile=maybe", out="other", status=2)
-    assert capsys.readouterr().err.endswith("error: compile must be True or False, got 'maybe'\n")
+    folder = bench("--load-option", f"max_length={CONTEXT + 1}", out="other", status=2)
+    rule = f"max_length must be <= {CONTEXT}, the target's context, got {CONTEXT + 1}\n"
+    assert capsys.readouterr().err.endswith(f"error: {rule}")
     assert not json.loads((folder / "run.json").read_text())["complete"] and read_records(folder) == []
     bench("--categories", "talk", "--max-turns", "1", out="other", baselines="plain")  # nothing is there to go on from
     assert len(read_records(folder)) == 3

@@ -15,7 +15,10 @@ from engine.default_model import find_model
 
 
 def _number_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'must be an int >= 0 or "auto", got {text!r}') from None
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -1,8 +1,8 @@
 """What a run is asked to do, and the checks that need no model."""
 
+import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.throughput.prompts import OWN_PROMPTS, TEMPLATES, Prompt, select
-from engine.config import VERIFICATION_METHODS
+from engine.config import HOTTEST, VERIFICATION_METHODS, EngineConfig, check_bool, is_temperature
 from engine.drafters.named import LAYER_SKIP, label, location, named, split_stages
 from engine.hub import may_be_hub_id
 from engine.loading import DTYPES
@@ -89,8 +89,8 @@ class Options:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
         for temperature in self.temperatures:
-            if not math.isfinite(temperature) or temperature < 0:
-                raise ValueError(f"temperatures must be finite numbers >= 0, got {temperature}")
+            if not is_temperature(temperature):
+                raise ValueError(f"temperatures must be finite numbers >= 0 and <= {HOTTEST:g}, got {temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         for name, allowed in (("verification", VERIFICATION_METHODS), ("drafts", DRAFTS), ("baselines", BASELINES)):
@@ -150,6 +150,11 @@ class Options:
             if name not in known:
                 others = ", ".join(sorted(known - _OWN_LOAD_OPTIONS))
                 raise ValueError(f"load-option must be an argument of engine.load ({others}), got {name}")
+        fields = {each.name for each in dataclasses.fields(EngineConfig)}
+        of_config = {name: value for name, value in self.load_options.items() if name in fields}
+        for batch_size in self.batch_sizes:
+            EngineConfig(max_batch_size=batch_size, **of_config)  # which checks them
+        check_bool("tensor_parallel", self.load_options.get("tensor_parallel", False))
 
     @property
     def draft_models(self) -> tuple[str, ...]:
@@ -201,7 +206,7 @@ def synthetic_acceptance(drafter: str) -> float:
     try:
         acceptance = float(text)
     except ValueError:
-        acceptance = math.nan
+        acceptance = float("nan")
     if not 0 <= acceptance <= 1:
         raise ValueError(f"drafter synthetic:A must have an acceptance A in [0, 1], got {text!r}")
     return acceptance

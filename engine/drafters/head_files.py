@@ -62,8 +62,11 @@ def read_head(folder: Path) -> HeadFiles:
     """Config and all tensors of a folder: *.safetensors, or else *.bin and *.pt files of plain tensors.
 
     Raises:
+        FileNotFoundError: if there is no such folder.
         ValueError: if there are no weights, or a file is damaged.
     """
+    if not folder.exists():
+        raise FileNotFoundError(f"drafter must be an existing folder, got '{folder}', which does not exist")
     files = weight_files(folder)
     if not files:
         raise ValueError(f"drafter must be a folder with *.safetensors, *.bin or *.pt files, got {folder} without one")

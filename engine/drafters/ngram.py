@@ -38,7 +38,9 @@ class NGramDrafter(LookupDrafter):
 
     def __init__(self, min_ngram: int = 1, max_ngram: int = 8) -> None:
         check_int("min_ngram", min_ngram, 1)
-        check_int("max_ngram", max_ngram, min_ngram)
+        check_int("max_ngram", max_ngram, 1)
+        if max_ngram < min_ngram:
+            raise ValueError(f"max_ngram must be >= min_ngram = {min_ngram}, got {max_ngram}")
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     def prefill(self, state: BatchState) -> None:
