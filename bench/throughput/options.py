@@ -1,10 +1,9 @@
 """What a run is asked to do, and the checks that need no model."""
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +149,8 @@ class Options:
             if name not in known:
                 others = ", ".join(sorted(known - _OWN_LOAD_OPTIONS))
                 raise ValueError(f"load-option must be an argument of engine.load ({others}), got {name}")
-        fields = {each.name for each in dataclasses.fields(EngineConfig)}
-        of_config = {name: value for name, value in self.load_options.items() if name in fields}
+        known = {each.name for each in fields(EngineConfig)}
+        of_config = {name: value for name, value in self.load_options.items() if name in known}
         for batch_size in self.batch_sizes:
             EngineConfig(max_batch_size=batch_size, **of_config)  # which checks them
         check_bool("tensor_parallel", self.load_options.get("tensor_parallel", False))
