@@ -19,9 +19,11 @@ def _option(name: str, help: str, panel: str | None = TRAINING, **more: Any) -> 
     return typer.Option(name, help=help, rich_help_panel=panel, **more)
 
 
-def _unanswered(prompt: Prompt) -> Prompt:
+def _unanswered(index: int, prompt: Prompt) -> Prompt:
     """A chat without the answer at its end: that is for the target to give."""
     answered = not isinstance(prompt, str) and prompt[-1].get("role") == "assistant"
+    if answered and len(prompt) == 1:
+        raise ValueError(f"prompts[{index}] must hold a message to answer, got nothing but an assistant's")
     return prompt[:-1] if answered else prompt
 
 
@@ -145,7 +147,7 @@ def train(
     """
     from .default_model import find_model
 
-    texts = [_unanswered(prompt) for prompt in read_prompts([], prompts)]
+    texts = [_unanswered(index, prompt) for index, prompt in enumerate(read_prompts([], prompts))]
     chosen = TrainingOptions(
         method=method, target=find_model() if target is None else target, chat=chat,
         temperatures=tuple(temperatures or _DEFAULT.temperatures),

@@ -85,7 +85,7 @@ class Engine:
 
         On a CPU its linear layers may be packed (`packing.py`). These have no parameters: `parameters()` lacks them, and
         `state_dict()` unpacks them. Their `weight` may be a copy: to change weights, call `load_state_dict`, or load a live model and
-        change that, which peft's adapters and `resize_token_embeddings` need, too. On a GPU change weights in place: rounds that have
+        change that, which peft's adapters and `tie_weights` need, too; `resize_token_embeddings` before it is loaded. On a GPU change weights in place: rounds that have
         been captured read them where they lie. Other parameters, modules, hooks or adapters are seen by the next call, which captures
         its rounds anew.
         """
@@ -150,12 +150,15 @@ class Engine:
                     if request.ended:
                         if request.error is None:
                             outputs[request.index] = self._output(request)
+                        bar.set_postfix_str(f"{tokens} tokens", refresh=False)
                         bar.update()
-                        bar.set_postfix_str(f"{tokens} tokens")
                         if on_output is not None:
                             ended = outputs[request.index]
                             on_output(request.index, _error([request], outputs) if ended is None else ended)
-            except BaseException as error:  # what has ended is not lost with the rest
+            except BaseException as error:  # what has ended, in the last round too, is not lost with the rest
+                for request in requests:
+                    if request.finish_reason is not None and outputs[request.index] is None:
+                        outputs[request.index] = self._output(request)
                 error.outputs = outputs  # type: ignore[attr-defined]
                 raise
         if any(request.error is not None for request in requests):
@@ -277,10 +280,11 @@ class Engine:
                 )
             if (restore := getattr(part, "restore", None)) is not None:
                 restore()
-        make_ready(self._target)
+        live = [self._target, *(each for each in map(model_of, stages_of(self.drafter)) if each is not None)]
+        for each in live:
+            make_ready(each, "target" if each is self._target else "drafter")
         if self._target.graphs.enabled:
-            live = [self._target, *map(model_of, stages_of(self.drafter))]
-            self._target.graphs.follow(work_of(each.model for each in live if each is not None))
+            self._target.graphs.follow(work_of(each.model for each in live))
 
     def _output(self, request: Request) -> Output:
         assert request.finish_reason is not None

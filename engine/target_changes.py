@@ -8,26 +8,35 @@ from torch import Tensor, nn
 from .errors import EngineError
 from .graphs import Work
 from .model import RaggedModel
-from .support import compiled_part, compiled_reason
+from .support import compiled_part, compiled_reason, vocab_size
 
 _OF_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # attributes of a layer of peft
 
 
-def make_ready(target: RaggedModel) -> None:
-    """Out of training mode, where it or a module that has been put in since is in it.
+def make_ready(ragged: RaggedModel, role: str) -> None:
+    """Out of training mode, where the model or a module that has been put in since is in it.
+
+    Args:
+        ragged: the target, or a model that drafts.
+        role: "target" or "drafter", for messages.
 
     Raises:
-        EngineError: if the target has been moved or compiled since it was loaded.
+        EngineError: if the model has been moved, compiled or given another vocabulary since it was loaded.
     """
-    model = target.model
+    model = ragged.model
     # K/V, packed weights and drafters are as it was.
-    if (model.dtype, model.device) != (target.dtype, target.device):
+    if (model.dtype, model.device) != (ragged.dtype, ragged.device):
         raise EngineError(
-            f"the target must stay in {target.dtype} on {target.device}, as it was when this engine was loaded, and is in "
+            f"the {role} must stay in {ragged.dtype} on {ragged.device}, as it was when this engine was loaded, and is in "
             f"{model.dtype} on {model.device} by now: load it again"
         )
+    if (size := vocab_size(model)) != ragged.vocab_size:
+        raise EngineError(
+            f"the {role} must keep its vocabulary of {ragged.vocab_size}, as it was when this engine was loaded, and has one of {size} "
+            f"by now: load it again"
+        )
     if (part := compiled_part(model)) is not None:
-        raise EngineError(compiled_reason("the target", part))
+        raise EngineError(compiled_reason(f"the {role}", part))
     if any(module.training for module in model.modules()):
         model.eval()
 

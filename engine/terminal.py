@@ -121,7 +121,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stopped  # signals are for the main thread
         return
-    previous = signal.getsignal(signal.SIGINT)
+    previous = signal.getsignal(signal.SIGINT) or signal.default_int_handler  # None: of a program that embeds Python
 
     def stop(signum: int, frame: Any) -> None:
         stopped.set()

@@ -421,13 +421,16 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path, Training
 
 
 def test_train_leaves_the_answer_of_a_chat_to_the_target(
-    trainings: list[tuple[Any, Path, TrainingOptions]], tmp_path: Path
+    trainings: list[tuple[Any, Path, TrainingOptions]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user", "assistant")]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + '\n{"prompt": "one"}\n')
     words = ["train", "mlp", "-t", "model", "--prompts", str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "out")]
     assert cli.main(words) == 0
     assert trainings.pop()[0] == [chat[:3], "one"]
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "one"}\n' + json.dumps({"messages": chat[1:2]}) + "\n")
+    assert cli.main(words) == 2 and not trainings
+    assert "prompts[1] must hold a message to answer, got nothing but an assistant's" in capsys.readouterr().err
 
 
 def test_train_passes_all_options_on(

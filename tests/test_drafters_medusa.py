@@ -137,6 +137,21 @@ def test_a_reduced_vocabulary(target: PreTrainedModel, tmp_path: Path) -> None:
         MedusaDrafter.from_pretrained(bad)
 
 
+def test_a_vocabulary_that_is_reduced_to_itself(tmp_path: Path) -> None:
+    """Nothing is left out: the matrices give logits for tokens in their order."""
+    tensors = as_vllm(random_tensors(medusa_shapes()))
+    config = dict(model_type="medusa", hidden_size=HIDDEN, vocab_size=VOCAB, num_heads=3)
+    folders = (
+        write(tmp_path / str(len(more)), config, tensors | more, "model.safetensors")
+        for more in ({}, {"token_map": torch.arange(VOCAB).flip(0)})
+    )
+    plain, mapped = map(MedusaDrafter.from_pretrained, folders)
+    hidden = torch.randn(1, HIDDEN)
+    assert torch.equal(plain.model(hidden), mapped.model(hidden))
+    with pytest.raises(ValueError, match=f"draft_vocab_size must be below vocab_size = {VOCAB} or None, got {VOCAB}"):
+        MedusaHeads(HIDDEN, VOCAB, draft_vocab_size=VOCAB)
+
+
 def test_more_heads_than_the_config_says(target: PreTrainedModel, tmp_path: Path) -> None:
     """The first heads that were published say 2 and are 5."""
     assert MedusaDrafter.from_pretrained(heads(tmp_path / "h", medusa_num_heads=2)).model.num_heads == 3

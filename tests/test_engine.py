@@ -459,6 +459,25 @@ def test_what_has_ended_is_not_lost_with_the_rest(target: PreTrainedModel, error
     assert outputs[0].token_ids == greedy(target, [3, 4], 2) and outputs[1:] == [None, None]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no room"), KeyboardInterrupt()])
+def test_what_has_ended_in_one_round_is_not_lost_where_one_of_it_fails(
+    target: PreTrainedModel, error: BaseException
+) -> None:
+    def fail(index: int, output: Any) -> None:
+        raise error
+
+    llm = engine.load(target, drafter=None, max_batch_size=3)
+    with pytest.raises(type(error)) as caught:
+        llm.generate([[3, 4], [5, 6], [7, 8]], [_params(2), _params(2), _params(9)], on_output=fail)
+    outputs: Any = caught.value.outputs  # type: ignore[attr-defined]
+    assert [output and len(output.token_ids) for output in outputs] == [2, 2, None]
+
+
+def test_a_file_of_logs_gets_few_lines_of_progress(target: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.load(target).generate([[3, 4]] * 40, _params(2), progress=True)
+    assert 1 < capsys.readouterr().err.count("\r") < 6
+
+
 def test_loaded_in_inference_mode(target: PreTrainedModel) -> None:
     with torch.inference_mode():
         llm = engine.load(target)
@@ -1004,6 +1023,26 @@ def test_a_target_that_is_converted_after_loading_is_to_be_loaded_again(used: bo
             call([3, 4, 5], _params(4))
     target.float()
     assert llm.generate([3, 4, 5], _params(8)).token_ids == greedy(target, [3, 4, 5], 8)
+
+
+def test_a_draft_model_that_is_converted_after_loading_is_to_be_loaded_again() -> None:
+    target = tiny(dtype=torch.float32)
+    draft = perturbed(target, 0.05)
+    llm = engine.load(target, drafter=draft)
+    draft.half()
+    with pytest.raises(engine.EngineError, match=r"the drafter must stay in torch.float32 on cpu"):
+        llm.generate([3, 4, 5], _params(4))
+    assert draft.float().train().training
+    assert llm.generate([3, 4, 5], _params(8)).token_ids == greedy(target, [3, 4, 5], 8) and not draft.training
+
+
+@pytest.mark.parametrize("size", [VOCAB + 32, VOCAB - 24])
+def test_a_target_with_another_vocabulary_is_to_be_loaded_again(size: int) -> None:
+    target = tiny(dtype=torch.float32, vocab_size=VOCAB)
+    llm = engine.load(target)
+    target.resize_token_embeddings(size)
+    with pytest.raises(engine.EngineError, match=f"must keep its vocabulary of {VOCAB}, .* has one of {size} by now"):
+        llm.generate([3, 4, 5], _params(4))
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])

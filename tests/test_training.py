@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS
 from tiny_tokenizer import byte_tokenizer
 from training_cases import PROMPTS, log_of, options, write_target
+from transformers import AutoTokenizer
 
 import engine
 from engine.training import answers, hidden, initial_model, loop, run
@@ -345,6 +346,21 @@ def test_a_finished_run_is_left_as_it_is(target: Path, whole: Path, tmp_path: Pa
         train_drafter([*PROMPTS[:10], "another", *PROMPTS[11:]], out, options(target))
     assert_same(out, whole)
     train_drafter(PROMPTS, out, options(target, device="cpu"))  # may be another machine's
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_several_chat_templates_lie_in_a_folder(tmp_path: Path) -> None:
+    """Of which a run that is finished, and saves all once more, finds one there."""
+    folder = write_target(tmp_path / "target")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {name: tokenizer.chat_template + name for name in ("default", "tool_use")}
+    tokenizer.save_pretrained(folder)
+    for _ in range(2):
+        train_drafter(PROMPTS[:8], tmp_path / "out", options(folder, "draft-model", epochs=1))
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert found.chat_template == tokenizer.chat_template
+    templates = tmp_path / "out/additional_chat_templates"
+    assert templates.stat().st_mode == (tmp_path / "out").stat().st_mode and [*templates.iterdir()]
 
 
 @pytest.mark.usefixtures("no_plot")

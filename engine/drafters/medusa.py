@@ -116,6 +116,10 @@ def build(files: HeadFiles) -> MedusaHeads:
     token_map = tensors.get("token_map")
     if token_map is not None:
         _check_token_map(token_map, vocab_size, files.folder)
+        if len(token_map) == vocab_size:  # no token is left out
+            del tensors["token_map"]
+            token_map = None
+    if token_map is not None:
         tensors |= {
             name: tensors[name][token_map]
             for name in (*outputs, "lm_head.weight")

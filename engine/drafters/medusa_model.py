@@ -52,7 +52,7 @@ class MedusaHeads(HeadModel):
         num_blocks: of each head.
         bias: whether the blocks' linear layers have one.
         output: "own": each head has an output matrix; "shared": one for all; "target": they use the target's.
-        draft_vocab_size: rows of an output matrix, if fewer than `vocab_size`; then `token_map` [draft_vocab_size] int64
+        draft_vocab_size: rows of an output matrix, below `vocab_size`; None: as many; else `token_map` [draft_vocab_size] int64
             holds their target ids, which are distinct.
         layout: names of the tensors, "medusa" (the Medusa repository's) or "vllm".
 
@@ -94,6 +94,10 @@ class MedusaHeads(HeadModel):
             return
         if vocab_size is None:
             raise ValueError(f"vocab_size must be an int >= 1 where output is {output!r}, got None")
+        if draft_vocab_size is not None and check_int("draft_vocab_size", draft_vocab_size, 1) >= vocab_size:
+            raise ValueError(
+                f"draft_vocab_size must be below vocab_size = {vocab_size} or None, got {draft_vocab_size}"
+            )
         rows = draft_vocab_size or vocab_size
         for name in map(self._output, range(num_heads)) if output == "own" else [_SHARED]:
             _place(self, name, nn.Linear(hidden_size, rows, bias=False))

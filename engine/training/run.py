@@ -204,7 +204,11 @@ def _save(objective: Any, target: PreTrainedModel, tokenizer: Any, out: Path, op
         objective.save(Path(scratch))
         if isinstance(objective, DraftModelTraining) and tokenizer is not None:
             tokenizer.save_pretrained(scratch)
-        files = sorted(Path(scratch).iterdir(), key=lambda file: file.name == "config.json")  # last what makes it known
+        known_by = Path(scratch) / "config.json"
+        # Templates of chats may be in a folder. Last comes what makes it known.
+        files = sorted((each for each in Path(scratch).rglob("*") if each.is_file()), key=lambda file: file == known_by)
         for file in files:
-            shutil.copymode(files[-1], file)  # safetensors 0.8 makes files that their owner alone can read
-            file.replace(out / file.name)
+            shutil.copymode(known_by, file)  # safetensors 0.8 makes files that their owner alone can read
+            place = out / file.relative_to(scratch)
+            place.parent.mkdir(exist_ok=True)
+            file.replace(place)
