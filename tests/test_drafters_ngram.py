@@ -1,12 +1,17 @@
 """NGramDrafter: what followed the most recent of the longest earlier matches; on the host and on the device alike."""
 
+import itertools
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drafter_cases import NOT_DISPUTED, state_of
 
 import engine
+from engine.drafters import lookup
+from engine.drafters.lookup import DENSE
 from engine.drafters.ngram import _CHANCES
 from engine.state import BatchState
 
@@ -67,6 +72,29 @@ def test_rows_that_want_nothing_are_proposed_what_they_may(looking: None) -> Non
     state = state_of([[1, 2, 1], [3, 4, 3]])
     state.limits[0] = 0
     assert engine.NGramDrafter().propose(state, 2).tokens[1].tolist() == [4, 3]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 5])
+@pytest.mark.parametrize("dense", [0, DENSE, 1000])
+def test_longest_matches_are_those_found_place_by_place(
+    vocab_size: int, dense: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether all tokens are compared, or the places of matches alone."""
+    monkeypatch.setattr(lookup, "DENSE", dense)
+    rng = np.random.default_rng(vocab_size)
+    for _ in range(200):
+        text = rng.integers(0, vocab_size, rng.integers(0, 60))
+        tail = np.concatenate([text, rng.integers(0, vocab_size, 3)])[rng.integers(0, len(text) + 3) :][:12]
+
+        def length_at(place: int, text: Any = text, tail: Any = tail) -> int:
+            both = zip(text[place::-1], tail[::-1], strict=False)
+            return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], both)))
+
+        lengths = list(map(length_at, range(len(text))))
+        longest = max(lengths, default=0)
+        places, length = lookup.matches(text, tail)
+        assert length == longest
+        assert places.tolist() == [place for place, found in enumerate(lengths) if found == longest > 0]
 
 
 @pytest.mark.parametrize(

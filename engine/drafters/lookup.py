@@ -13,6 +13,10 @@ from ..transfers import to_device
 Tokens = npt.NDArray[np.integer[Any]]
 Places = npt.NDArray[np.intp]
 
+DENSE = (
+    8  # Where more than one in so many tokens is the place of a match, all tokens are compared in less time than these.
+)
+
 
 class LookupDrafter(ABC):
     """Drafts that are a function of a row's text, and of what is known of other texts; one-hot, and almost free.
@@ -48,7 +52,16 @@ def texts(state: BatchState) -> list[Tokens]:
 
 def matches(text: Tokens, tail: Tokens) -> tuple[Places, int]:
     """The longest matches of the end of `tail`, which has a token: the places of their last tokens, ascending; their length."""
-    places, length = np.flatnonzero(text == tail[-1]), 1
+    hits, length = text == tail[-1], 1
+    count = np.count_nonzero(hits)
+    while length < len(tail) and count * DENSE > len(text):
+        longer_hits = np.zeros_like(hits)
+        longer_hits[length:] = hits[length:] & (text[:-length] == tail[-1 - length])
+        count = np.count_nonzero(longer_hits)
+        if not count:
+            break
+        hits, length = longer_hits, length + 1
+    places = np.flatnonzero(hits)
     if not len(places):
         return places, 0
     while length < len(tail):
