@@ -85,9 +85,9 @@ class Engine:
 
         On a CPU its linear layers may be packed (`packing.py`). These have no parameters: `parameters()` lacks them, and
         `state_dict()` unpacks them. Their `weight` may be a copy: to change weights, call `load_state_dict`, or load a live model and
-        change that, which peft's adapters and `tie_weights` need, too; `resize_token_embeddings` before it is loaded. On a GPU change weights in place: rounds that have
-        been captured read them where they lie. Other parameters, modules, hooks or adapters are seen by the next call, which captures
-        its rounds anew.
+        change that, which peft's adapters and `tie_weights` need, too. Call `resize_token_embeddings` before the model is loaded. On a
+        GPU change weights in place: rounds that have been captured read them where they lie. Other parameters, modules, hooks or
+        adapters are seen by the next call, which captures its rounds anew.
         """
         return self._target.model
 

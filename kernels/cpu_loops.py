@@ -214,9 +214,8 @@ def _select(values, scale, peak, wanted):
     quickselect finds a rank. It leaves the values in another order."""
     first, last = 0, len(values)
     found, before = -_INF, 0.0
-    random = _U64(
-        0
-    )  # a pivot in the middle, say, would be among the least again and again where a row rises to both ends
+    # Pivots come from anywhere: those in the middle, say, are the least again and again where a row rises to both ends.
+    random = _U64(0)
     while first < last:
         random = (random * _U64(1664525) + _U64(1013904223)) & _U64(0xFFFFFFFF)
         found = values[first + _I64((random * _U64(last - first)) >> _U64(32))]

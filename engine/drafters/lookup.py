@@ -13,9 +13,8 @@ from ..transfers import to_device
 Tokens = npt.NDArray[np.integer[Any]]
 Places = npt.NDArray[np.intp]
 
-DENSE = (
-    8  # Where more than one in so many tokens is the place of a match, all tokens are compared in less time than these.
-)
+# Where more than one in so many tokens is the place of a match, all tokens are compared in less time than these places.
+DENSE = 8
 
 
 class LookupDrafter(ABC):
