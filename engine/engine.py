@@ -20,7 +20,7 @@ from .metrics import RoundClock, Stats
 from .model import EXACT_WIDTH, RaggedModel
 from .output import Output, Piece
 from .parallel import Ranks
-from .requests import RequestMaker
+from .requests import RequestMaker, without_processor
 from .round import Round
 from .scheduler import Request
 from .serving import Server
@@ -203,24 +203,31 @@ class Engine:
             progress: show a bar on stderr.
 
         Raises:
-            ValueError: naming the argument, the value and the rule; sizes go up to max_batch_size and max_length.
+            ValueError: naming the argument, the value and the rule; sizes go up to max_batch_size and max_length. On every rank,
+                if one was given something else.
             EngineError: if a stream of this engine is still open, its drafter has been attached to another engine since, or the
                 target is in another dtype, on another device or compiled by now.
         """
-        check_bool("progress", progress)
-        batch_sizes = [self.config.max_batch_size] if batch_sizes is None else batch_sizes
+        if batch_sizes is None:
+            batch_sizes = [self.config.max_batch_size]
         if text_lengths is None:
             text_lengths = list({min(length, self.max_length) for length in _USUAL_LENGTHS})
-        batch_sizes = check_ints("batch_sizes", batch_sizes, 1, self.config.max_batch_size)
-        text_lengths = check_ints("text_lengths", text_lengths, 2, self.max_length)
-        if params is not None and not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams or None, got {params!r}")
+        params = SamplingParams() if params is None else params
+
+        what = "the arguments of warmup"
+        with self._ranks.told_errors(what):
+            check_bool("progress", progress)
+            sizes = check_ints("batch_sizes", batch_sizes, 1, self.config.max_batch_size)
+            lengths = check_ints("text_lengths", text_lengths, 2, self.max_length)
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"params must be SamplingParams or None, got {params!r}")
+        self._ranks.require_same(what, (sizes, lengths, without_processor(params)))
         with self._alone():
-            self._server.warm_up_reading(max(text_lengths, default=0))
+            self._server.warm_up_reading(max(lengths, default=0))
             # The longest first: buffers that grow would undo the others.
-            kinds = [(size, length) for length in sorted(text_lengths, reverse=True) for size in batch_sizes]
+            kinds = [(size, length) for length in sorted(lengths, reverse=True) for size in sizes]
             for size, length in tqdm(kinds, unit="bucket", disable=not progress or self._ranks.rank > 0):
-                self._server.warmup(size, length, self._requests.with_defaults(params or SamplingParams()))
+                self._server.warmup(size, length, self._requests.with_defaults(params))
 
     def _pieces(self, request: Request) -> Generator[Piece, None, None]:
         for _, new in self._serve([request]):

@@ -11,9 +11,10 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from .file_digest import file_digest
 from .pretrained import whole_model
+from .whole_files import written_whole
 
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "SPECULATIVE_ENGINE_CACHE"
 _MANIFEST = "manifest.json"
 _FORMAT = 1  # of the converted folder; part of its name
+_SCRATCH = ".converting-"
+_A_DAY = 86_400  # seconds; no conversion takes as long
 
 
 def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
@@ -44,13 +47,13 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
         OSError: if the cache folder cannot be written (the environment variable SPECULATIVE_ENGINE_CACHE moves it).
     """
     root = _cache_root()
-    folder = root / f"{path.stem}-{str(dtype).removeprefix('torch.')}-{_fingerprint(path)}"
+    folder = root / f"{path.stem}-{str(dtype).removeprefix('torch.')}-{_fingerprint(path, root)}"
     if folder.exists():
         if _is_intact(folder):
             return folder
         logger.warning("the converted checkpoint %s is damaged: making it anew from %s", folder, path)
     _check_file(path, role)
-    with _written(root), tempfile.TemporaryDirectory(dir=root, prefix=".converting-") as scratch:
+    with _written(root), tempfile.TemporaryDirectory(dir=root, prefix=_SCRATCH) as scratch:
         made = Path(scratch) / "checkpoint"
         _convert(path, dtype, made, role)
         _write_manifest(made)
@@ -79,6 +82,10 @@ def _written(root: Path) -> Iterator[None]:
     """The cache folder, made if need be; what fails within says which it is, and how to have another one."""
     try:
         root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(f"{_SCRATCH}*"):  # by a process that was killed
+            with suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > _A_DAY:
+                    shutil.rmtree(left, ignore_errors=True)
         yield
     except (OSError, SafetensorError) as error:  # the latter for a full disk
         raise OSError(
@@ -127,9 +134,25 @@ def _check_file(path: Path, role: str) -> None:
         )
 
 
-def _fingerprint(path: Path) -> str:
-    """Name of a file's content, and of how it is converted."""
-    return hashlib.sha256(f"{_FORMAT} ".encode() + file_digest(path)).hexdigest()[:16]
+def _fingerprint(path: Path, root: Path) -> str:
+    """Name of a file's content, and of how it is converted; kept in the cache folder for as long as the file is not written to, as to
+    read gigabytes takes seconds."""
+    stat = path.stat()
+    state = [_FORMAT, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+    note = root / f"{path.stem}-{place}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(note.read_text())
+        if kept["state"] == state:
+            return str(kept["fingerprint"])
+    with path.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256").digest()
+    fingerprint = hashlib.sha256(f"{_FORMAT} ".encode() + content).hexdigest()[:16]
+    with suppress(OSError):  # a cache folder that cannot be written may hold what is looked for even so
+        root.mkdir(parents=True, exist_ok=True)
+        with written_whole(note) as (partial,):
+            partial.write_text(json.dumps({"state": state, "fingerprint": fingerprint}))
+    return fingerprint
 
 
 def _checksum(path: Path) -> int:

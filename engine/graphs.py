@@ -85,6 +85,7 @@ class Graphs:
         set_up: number of calls of `run` so far that did not only replay, where graphs are captured at all. Such calls take
             longer than later ones will.
         warming_up: what later rounds may need is to be captured now, though this one needs it not.
+        buffers: what graphs read and write that nobody else keeps; forgotten with them.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Graphs:
         self.planned = make_capture is not None
         self.set_up = 0
         self.warming_up = False
+        self.buffers: dict[Hashable, Any] = {}
         _all.add(self)
 
     @classmethod
@@ -231,6 +233,7 @@ class Graphs:
         """Forget all graphs, as a buffer that they use moves."""
         self._captured.clear()
         self._seen.clear()
+        self.buffers.clear()
 
 
 def _what_failed(error: Exception) -> tuple[bool, str]:

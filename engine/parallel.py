@@ -12,7 +12,8 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -156,6 +157,17 @@ class Ranks:
         """
         if self.size > 1:
             self._compare(value, (), ValueError, f"{what} must be the same on every rank")
+
+    @contextmanager
+    def told_errors(self, what: str) -> Iterator[None]:
+        """While this is entered, what the ranks were given is checked, and compared later by `require_same` of the same name: a ValueError
+        is compared instead, as the others would wait for this rank.
+        """
+        try:
+            yield
+        except ValueError as error:
+            self.require_same(what, str(error))
+            raise
 
     def agree_on(self, values: Sequence[int]) -> list[int]:
         """Rank 0's values (int64), on every rank. All give equally many."""

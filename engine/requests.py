@@ -35,13 +35,10 @@ class RequestMaker:
             ValueError: naming the argument, the value and the rule; on every rank, if one was given something else.
         """
         what = "prompts and params"
-        try:
+        with self._ranks.told_errors(what):
             requests, single = self.check(prompts, params, streamed)
-        except ValueError as error:  # a rank that was given something else would wait for this one
-            self._ranks.require_same(what, str(error))
-            raise
-        told = [(request.prompt, _without_processor(request.params)) for request in requests]
-        self._ranks.require_same(what, told)  # what processors do, the tokens of every round tell
+        told = [(request.prompt, without_processor(request.params)) for request in requests]
+        self._ranks.require_same(what, told)
         for request, seed in zip(requests, self._ranks.agree_on([r.seed for r in requests]), strict=True):
             request.seed = seed
         return requests, single
@@ -88,5 +85,6 @@ class RequestMaker:
         return strings, frozenset([*params.stop_token_ids, *(special[text] for text in params.stop if text in special)])
 
 
-def _without_processor(params: SamplingParams) -> SamplingParams:
+def without_processor(params: SamplingParams) -> SamplingParams:
+    """For a comparison of ranks: what processors do, the tokens of every round tell."""
     return params if params.logits_processor is None else replace(params, logits_processor=None)

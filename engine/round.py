@@ -10,7 +10,7 @@ from torch import Tensor
 from .backend import Verdict, verify
 from .drafters.base import Drafter
 from .drafters.proposal_rules import broken_rule
-from .drafters.proposals import ProposalBuffers, fitted, layout
+from .drafters.proposals import copied, fitted, layout
 from .errors import EngineError
 from .graphs import Graphs
 from .logits_processors import process_logits
@@ -38,7 +38,7 @@ class Round:
     drafter: Drafter | None
     verification: str
     clock: RoundClock
-    _buffers: ProposalBuffers = field(default_factory=ProposalBuffers, init=False)  # see `_placed`
+    _place: object = field(default_factory=object, init=False)  # see `_placed`
 
     @property
     def graphs(self) -> Graphs:
@@ -92,7 +92,9 @@ class Round:
         So that needs no twin for each place where a drafter leaves its proposals, which differs from graph to graph of the
         drafter, and from one eager call to the next.
         """
-        return self._buffers.copy(proposal._replace(confidence=None)) if self.graphs.enabled else proposal
+        if not self.graphs.enabled:
+            return proposal
+        return copied(proposal._replace(confidence=None), self.graphs, self._place)
 
     def _verify(self, state: BatchState, proposal: Proposal) -> tuple[Verdict, Tensor]:
         def work() -> tuple[Verdict, Tensor]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 
 from .errors import EngineError
 from .graphs import Work
@@ -42,11 +43,11 @@ def make_ready(ragged: RaggedModel, role: str) -> None:
 
 
 def work_of(models: Iterable[nn.Module]) -> Work:
-    """That of these models: their modules, parameters and buffers and where these lie, hooks and adapters.
+    """That of these models: their modules, parameters and buffers and where these lie, adapters, and hooks, torch's global ones too.
 
     Values do not count, as a graph reads them where they lie; nor do transformers' own hooks, which its first calls add.
     """
-    marks: list[Any] = []
+    marks: list[Any] = [*every_module._global_forward_pre_hooks, *every_module._global_forward_hooks]
     objects: list[Any] = []
     for module in (module for model in models for module in model.modules()):
         members = vars(module)

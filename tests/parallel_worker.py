@@ -89,6 +89,9 @@ def observations(folder: Path) -> dict[str, Any]:
     seen["one_empty_list"] = message(lambda: llm.generate([[5]] * (1 - rank), GREEDY))
     seen["one_bad_stream"] = message(lambda: llm.stream([[5]] * rank + [5], GREEDY))
     seen["all_bad_prompts"] = message(lambda: llm.generate([[5], [-1]], GREEDY))
+    seen["other_warmup"] = message(lambda: llm.warmup([1], [8 + rank]))
+    seen["one_bad_warmup"] = message(lambda: llm.warmup([1 - rank], [8]))
+    seen["all_bad_warmup"] = message(lambda: llm.warmup([0]))
     if rank == 1:
         llm.check([[5]], GREEDY)  # waits for nobody
     seen["after_errors"] = texts(llm, GREEDY)

@@ -3,6 +3,7 @@
 import copy
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,17 @@ def test_packed_layers_and_hidden_states() -> None:
     for plain, now in zip(*found, strict=True):
         torch.testing.assert_close(now, plain, rtol=1e-4, atol=1e-4)
     assert number_of_graphs() == 2
+
+
+def test_models_of_a_class_do_not_use_up_each_others_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile makes eight of one function, and then goes on without; the products of each model have numbers of their own."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for count in range(1, 7):
+        model = tiny(dtype=torch.float32, num_hidden_layers=1)
+        if not pack_linears(model):
+            pytest.skip("this processor has no layout for packed layers")
+        engine.load(model, drafter=None, compile=True)
+        assert number_of_graphs() == 2 * count
 
 
 def test_exact_text_does_not_depend_on_the_drafter() -> None:

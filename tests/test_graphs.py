@@ -14,6 +14,7 @@ import transformers
 from packaging.version import Version
 from replayed_graphs import CountedGraphs, Replay, with_graphs
 from tiny_models import CONFIGS, greedy, perturbed, random_prompts, tiny
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
@@ -21,9 +22,10 @@ from bench.drafter_cases import ON_THE_HOST, drafters
 from engine import round
 from engine.adaptive_length import FEW_CHOICES, AdaptiveLength
 from engine.backend import row_stats
+from engine.drafters.proposals import copied
 from engine.graphs import Graphs, Work, bucket, clear_all
 from engine.hidden_states import HiddenStates
-from engine.state import BatchState, Verdict
+from engine.state import BatchState, Proposal, Verdict
 from engine.target_changes import work_of
 
 
@@ -266,6 +268,19 @@ def test_as_many_graphs_as_there_is_memory_for(warm: bool, caplog: pytest.LogCap
     ]
 
 
+def test_buffers_are_forgotten_with_the_graphs_that_use_them() -> None:
+    graphs = Graphs(lambda pool: Replay(None))
+    steps = [Proposal(torch.full((1, 2), i), torch.full((1, 2, 8), float(i))) for i in range(3)]
+    first, second = (copied(step, graphs, "round") for step in steps[:2])
+    assert first.logits is second.logits and bool((first.tokens == 1).all())
+    assert copied(steps[2], graphs, "stage").logits is not first.logits and bool((first.tokens == 1).all())
+    kept = weakref.ref(first.logits)
+    del first, second
+    assert kept() is not None
+    graphs.clear()
+    assert kept() is None
+
+
 def test_without_memory_for_a_rounds_graphs_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
     class Full(Replay):
         def record(self, work: Callable[[], Any]) -> Any:
@@ -381,6 +396,24 @@ def test_a_hook_in_the_place_of_another_is_seen() -> None:
     model.register_forward_hook(lambda *given: -given[-1])
     graphs.follow(work_of([model]))
     assert len(graphs) == 0
+
+
+def test_a_hook_of_all_modules_is_seen() -> None:
+    """As those of a profiler."""
+    model, graphs = torch.nn.Linear(2, 2), Graphs(lambda pool: Replay())
+
+    def captured() -> int:
+        graphs.follow(work_of([model]))
+        found = len(graphs)
+        for _ in range(2):
+            graphs.run("key", lambda: None)
+        return found
+
+    assert [captured(), captured()] == [0, 1]
+    for register in (register_module_forward_hook, register_module_forward_pre_hook):
+        with register(lambda *_: None):
+            assert [captured(), captured()] == [0, 1]
+        assert [captured(), captured()] == [0, 1]
 
 
 def test_a_forward_that_moves_to_another_module_is_seen() -> None:

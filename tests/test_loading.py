@@ -1,7 +1,10 @@
 """From hub ids, folders, GGUF files and live models to an engine; checkpoints that are damaged."""
 
 import base64
+import hashlib
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -295,17 +298,44 @@ def test_a_conversion_that_another_process_finished_first_is_kept(
     monkeypatch.setattr(conversion, "_convert", convert)
     folder = conversion.converted(source, torch.bfloat16, "target")
     assert files == [(folder / "model.safetensors").stat().st_ino]
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
 
 
 def test_a_gguf_file_edited_in_place_is_converted_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another end of text, say, is a few bytes among the metadata in front, and changes no size."""
     monkeypatch.setattr(conversion, "_convert", lambda path, dtype, folder, role: stand_in(folder))
     before = conversion.converted(source, torch.bfloat16, "target")
+    told = source.stat()
     with source.open("r+b") as file:
         file.seek(123_457)
         file.write(b"?")
+    os.utime(source, ns=(told.st_atime_ns, told.st_mtime_ns))  # as some tools do
     assert conversion.converted(source, torch.bfloat16, "target") != before
+
+
+def test_a_large_file_is_read_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find its conversion; and a copy of it has the same."""
+    monkeypatch.setattr(conversion, "_convert", lambda path, dtype, folder, role: stand_in(folder))
+    before = conversion.converted(source, torch.bfloat16, "target")
+    copy = tmp_path / "model copy.gguf"
+    shutil.copy(source, copy)
+    assert conversion._fingerprint(copy, tmp_path / "cache") == conversion._fingerprint(source, tmp_path / "cache")
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("it was read again"))
+    assert conversion.converted(source, torch.bfloat16, "target") == before
+
+
+def test_what_a_killed_conversion_has_left_is_removed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a day, as another one may be under way."""
+    monkeypatch.setattr(conversion, "_convert", lambda path, dtype, folder, role: stand_in(folder))
+    old, new = (tmp_path / "cache" / f".converting-{name}" for name in ("old", "new"))
+    for each in (old, new):
+        each.mkdir(parents=True)
+        (each / "model.safetensors").touch()
+    os.utime(old, (0, 0))
+    conversion.converted(source, torch.bfloat16, "target")
+    assert new.exists() and not old.exists()
 
 
 def test_gguf_is_converted_once_and_mended(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -343,7 +373,7 @@ def test_gguf_is_converted_once_and_mended(source: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(conversion, "_convert", fail)
     with pytest.raises(OSError, match="No space"):
         conversion.converted(source, torch.float16, "target")
-    left = [path.name for path in (tmp_path / "cache").iterdir()]
+    left = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(left) == 2 and not any("float16" in name.replace("bfloat16", "") for name in left)
 
 

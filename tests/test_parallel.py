@@ -132,6 +132,9 @@ def test_ranks_that_were_given_different_things_are_told(ranks: list[dict[str, A
             assert seen[case] == (
                 "ValueError: prompts and params must be the same on every rank, but ranks [1] of 2 differ from rank 0"
             )
+        for case in ("other_warmup", "one_bad_warmup"):
+            assert seen[case].startswith("ValueError: the arguments of warmup must be the same on every rank")
+        assert seen["all_bad_warmup"] == "ValueError: batch_sizes must be in [1, 3], got 0"
         assert seen["all_bad_prompts"] == "ValueError: prompts[1] must hold token ids in [0, 64), got -1"
         for case in ("other_load", "other_layers", "other_stage"):
             assert seen[case].startswith("ValueError: the arguments of engine.load must be the same on every rank")

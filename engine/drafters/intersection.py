@@ -19,7 +19,7 @@ from ..state import BatchState, Proposal, Verdict
 from ..transfers import to_device
 from .model import DraftModel
 from .own_texts import OwnTexts, Translation
-from .proposals import ProposalBuffers, side_by_side
+from .proposals import copied, side_by_side
 from .vocabulary import SharedVocabulary
 
 
@@ -49,12 +49,11 @@ class IntersectionDraftModel(DraftModel):
         super().__init__(model, tokenizer, greedy)
         self.target_tokenizer = target_tokenizer
         self._own: OwnTexts
-        self._buffers: ProposalBuffers
+        self._place = object()  # of its proposals, for CUDA graphs
 
     def attach(self, target: RaggedModel) -> None:
         """Compare the vocabularies, and make a cache for the target's slots."""
         super().attach(target)
-        self._buffers = ProposalBuffers()
         size, device = self.ragged.vocab_size, self.ragged.device
         shared = SharedVocabulary(self.tokenizer, self.target_tokenizer, size, target.vocab_size)
         if not shared.share:
@@ -91,7 +90,7 @@ class IntersectionDraftModel(DraftModel):
                 shared = penalise_drafter(self._in_target_ids(logits), state, [each.tokens for each in steps])
                 steps.append(self._draw(state, shared, step))
             proposal = side_by_side(steps)
-            return self._buffers.copy(proposal) if self._own.captures(state) else proposal
+            return copied(proposal, self._own.graphs, self._place) if self._own.captures(state) else proposal
 
         self._own.begin(state, texts, num_draft_tokens)
         proposal = self._own.run(state, num_draft_tokens, work)

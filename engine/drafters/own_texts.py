@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..graphs import bucket
+from ..graphs import Graphs, bucket
 from ..model import RaggedModel, last_valid
 from ..state import BatchState
 from ..transfers import to_device
@@ -111,7 +111,7 @@ class OwnTexts:
     @property
     def warming_up(self) -> bool:
         """See `Graphs`."""
-        return self._target.graphs.warming_up
+        return self.graphs.warming_up
 
     def reserve(self, length: int) -> None:
         """Make room for rows of this length, and for drafts behind them."""
@@ -130,9 +130,13 @@ class OwnTexts:
         self._reserve(max(map(len, prompts)))
         self._read(state.slots, prompts, state.rows)
 
+    @property
+    def graphs(self) -> Graphs:
+        return self._target.graphs
+
     def captures(self, state: BatchState) -> bool:
         """Whether `run` captures the work of a round of these rows."""
-        return self._target.graphs.enabled and self._ragged.capturable and isinstance(state.rows, slice)
+        return self.graphs.enabled and self._ragged.capturable and isinstance(state.rows, slice)
 
     def follow(self, state: BatchState) -> list[Translation | None]:
         """The text of each row by now; None for rows that are not active."""
@@ -179,7 +183,7 @@ class OwnTexts:
             return work()
         capacity = self._ragged.cache.capacity
         key = ("own texts", id(self), state.key, self._told.shape, num_steps, self._longest, capacity)
-        result: _Result = self._target.graphs.run(key, work)
+        result: _Result = self.graphs.run(key, work)
         return result
 
     def after_text(self) -> Tensor:
@@ -226,7 +230,7 @@ class OwnTexts:
 
     def _reserve(self, length: int) -> None:
         if length > self._ragged.cache.capacity:
-            self._target.graphs.clear()  # before buffers move, as some may when memory runs out
+            self.graphs.clear()  # before buffers move, as some may when memory runs out
             self._ragged.cache.reserve(length + length // 4)  # growing copies, so not each time
 
     def _padded(self, rows: Sequence[list[int]], width: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from ..backend import DRAFT, SAMPLE, Draws, RowStats, row_stats, sample, sample_by_inversion
 from ..config import is_number
+from ..graphs import Graphs
 from ..state import BatchState, Proposal
 
 BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
@@ -43,26 +44,23 @@ def nothing(state: BatchState) -> Proposal:
     return Proposal(state.tokens[:, :0])
 
 
-class ProposalBuffers:
-    """Buffers in which proposals lie for CUDA graphs: one that reads them finds all of a layout in the same place, and those that
-    write them keep no memory for them. They are made by the first, eager call of work that is captured later.
+def copied(proposal: Proposal, graphs: Graphs, place: object) -> Proposal:
+    """A copy, which the next one of its layout overwrites: a graph that reads proposals finds all of a layout in the same place, and
+    those that write them keep no memory for them. The first, eager call of work that is captured later makes the copy.
+
+    Args:
+        place: proposals of different places do not overwrite each other.
     """
-
-    def __init__(self) -> None:
-        self._by_layout: dict[Hashable, Proposal] = {}
-
-    def copy(self, proposal: Proposal) -> Proposal:
-        """A copy, which the next one of its layout overwrites."""
-        key = layout(proposal)
-        if key not in self._by_layout:
-            tokens, logits, stats, sure = proposal
-            copies = RowStats(*map(torch.clone, stats)) if stats is not None else None
-            others = (None if value is None else value.clone() for value in (logits, sure))
-            self._by_layout[key] = Proposal(tokens.clone(), next(others), copies, next(others))
-        place = self._by_layout[key]
-        for mine, new in zip(_tensors(place), _tensors(proposal), strict=True):
-            mine.copy_(new)
-        return place
+    key = place, layout(proposal)
+    if key not in graphs.buffers:
+        tokens, logits, stats, sure = proposal
+        copies = RowStats(*map(torch.clone, stats)) if stats is not None else None
+        others = (None if value is None else value.clone() for value in (logits, sure))
+        graphs.buffers[key] = Proposal(tokens.clone(), next(others), copies, next(others))
+    copy: Proposal = graphs.buffers[key]
+    for mine, new in zip(_tensors(copy), _tensors(proposal), strict=True):
+        mine.copy_(new)
+    return copy
 
 
 def layout(proposal: Proposal) -> Hashable:

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import BatchEncoding
 
-from ..file_digest import file_digest
 from ..whole_files import written_whole
+from .file_digest import file_digest
 
 WORK = "work"
 LOCK = "lock"
