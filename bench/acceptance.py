@@ -16,7 +16,7 @@ import engine
 from bench.out_file import check_out, write_whole
 from bench.report import environment
 from bench.throughput.options import by_name
-from bench.throughput.prompts import OWN_PROMPTS, cut, read_prompts, render
+from bench.throughput.prompts import OWN_PROMPTS, cut, read_prompts, render, room_for_prompts
 from engine.default_model import find_model
 from engine.drafters.base import stages_of
 from engine.heads import DEFAULT_DRAFTER
@@ -33,7 +33,7 @@ def measure(
         categories: of each prompt.
 
     Returns:
-        `acceptance`: for each position, the share of its drafts that are accepted, of those before which all are;
+        `acceptance`: for each position, the share of its drafts that are accepted, of those before which all are (None: there were none);
         `block_efficiency`, `rounds` and `new_tokens` as `Stats` has them; `categories`: the block efficiency in each;
         `failed`: prompts for which the target returned NaN, of which nothing but the drafts before counts, in `acceptance`.
 
@@ -64,7 +64,7 @@ def measure(
     # A round that proposes fewer tokens has no say in later positions.
     met = [(stats.rounds_with(n, n), stats.rounds_with(n, n - 1)) for n in positions]
     return {
-        "acceptance": [stand / drafted if drafted else 0.0 for stand, drafted in met],
+        "acceptance": [stand / drafted if drafted else None for stand, drafted in met],
         "block_efficiency": answered.block_efficiency,
         "rounds": answered.rounds,
         "new_tokens": answered.new_tokens,
@@ -100,14 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         if llm.tokenizer is None:
             raise ValueError(f"target must have a tokenizer, got {target} without one")
-        ids = [
-            cut(render(llm.tokenizer, prompt.turns[:1], [], "auto"), options.max_prompt_tokens) for prompt in prompts
-        ]
+        limit = min(options.max_prompt_tokens, room_for_prompts(llm.max_length, options.max_new_tokens))
+        ids = [cut(render(llm.tokenizer, prompt.turns[:1], [], "auto"), limit) for prompt in prompts]
         llm.check(ids, params)
         found = measure(llm, ids, [prompt.category for prompt in prompts], options.max_new_tokens)
     except (ValueError, OSError, ImportError, engine.EngineError) as error:
         parser.error(" ".join(str(error).split()))
-    print("position: " + ", ".join(f"{i} {share:.3f}" for i, share in enumerate(found["acceptance"], 1)))
+    shares = ["-" if share is None else f"{share:.3f}" for share in found["acceptance"]]
+    print("position: " + ", ".join(f"{i} {share}" for i, share in enumerate(shares, 1)))
     print(f"block efficiency {found['block_efficiency']:.2f}, {found['rounds']} rounds of {len(ids)} prompts")
     print("by category: " + ", ".join(f"{name} {value:.2f}" for name, value in found["categories"].items()))
     if found["failed"]:

@@ -11,6 +11,7 @@ of safetensors (the copy that ours keeps), and its load of the GGUF file has a r
 # The processes that are measured import this file too, so that nothing slow may stand here.
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -100,9 +101,12 @@ def fresh_process() -> None:
     """What the processes that are measured run: prints the seconds of each part, and the tokens."""
     marks, tokens = [time.time()], None
     spec = json.loads(sys.argv[1])
-    for result in (ours if spec["library"] == "ours" else theirs)(spec):
-        marks.append(time.time())
-        tokens = result
+    try:
+        for result in (ours if spec["library"] == "ours" else theirs)(spec):
+            marks.append(time.time())
+            tokens = result
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")  # the last line that it says
     print(json.dumps({"marks": marks, "cpu": time.process_time(), "tokens": tokens}))
 
 
@@ -112,10 +116,14 @@ def measure(spec: Spec) -> dict[str, Any]:
     Raises:
         RuntimeError: if the process fails, with what it said last, or takes longer than LIMIT.
     """
-    command = [sys.executable, "-c", "from bench.first_token import fresh_process; fresh_process()", json.dumps(spec)]
+    # In the user's folder, as a drafter's name may have relative paths, but with none of its modules.
+    call = "from bench.first_token import fresh_process; fresh_process()"
+    command = [sys.executable, "-P", "-c", call, json.dumps(spec)]
+    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     began = time.time()  # a clock that all processes share
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{spec} took more than {LIMIT} s") from error
     if done.returncode:
@@ -180,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from bench.out_file import check_out, write_whole
     from bench.report import environment
+    from bench.throughput.options import by_name
 
     about = environment("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -198,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is not None:
         # Files by their names: where they lie is this machine's affair.
         told = {
-            name: spec | {"target": Path(spec["target"]).name if Path(spec["target"]).exists() else spec["target"]}
+            name: spec | {role: by_name(spec[role]) for role in ("target", "drafter") if spec.get(role)}
             for name, spec in specs.items()
         }
         text = {"prompt": PROMPT, "environment": about, "contenders": told, **result, "runs": found}

@@ -22,7 +22,7 @@ that the figures say little."""
 
 
 def markdown(report: "Report") -> str:
-    facts = {key: value for key, value in report.environment.items() if key != "versions" and value is not None}
+    facts = {key: value for key, value in report.environment.items() if key != "versions" and value not in (None, {})}
     facts |= report.environment["versions"]
     state = []
     if not report.complete:

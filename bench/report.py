@@ -23,12 +23,13 @@ from bench.processes import ROOT
 
 NAMES = ("report.json", "report.md")
 CODE = ("engine", "kernels", "bench")
+VARIABLES = ("ENGINE_KERNELS", "ENGINE_HUGE_PAGES", "GLIBC_TUNABLES", "TRITON_INTERPRET")  # of the environment
 GPU_STATE = ("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 DONE, BEGUN = "done", "begun"  # outcomes of steps
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Device, driver, versions and date."""
+    """Device ("cpu", "cuda", or "cuda:1" for one of several), driver, versions, date, and what the shell has set that times depend on."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip}
     versions["torch"] = torch.__version__  # with what it was built for
     for package in ("triton", "numba", "transformers", "pytest", "pytest-benchmark", "vllm", "flashinfer-python"):
@@ -38,15 +39,16 @@ def environment(device: str) -> dict[str, Any]:
             versions[package] = None
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device,
+        "device": torch.device(device).type,
         "commit": _first_line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         "code": code_digest(*CODE),
         "cpu": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "versions": {name: value for name, value in versions.items() if value is not None},
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
+    if found["device"] == "cuda":
+        properties = torch.cuda.get_device_properties(torch.device(device))
         found |= {
             "gpu": properties.name,
             "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),

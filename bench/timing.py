@@ -145,7 +145,11 @@ def capture(calls: Sequence[Call]) -> tuple[Contender, Any]:
 
 def l2_bytes() -> int:
     """Size of the GPU's L2 cache; 0 without a GPU."""
-    return int(torch.cuda.get_device_properties(0).L2_cache_size) if torch.cuda.is_available() else 0
+    return (
+        int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+        if torch.cuda.is_available()
+        else 0
+    )
 
 
 def copies_for_cold_cache(distinct_bytes: int) -> int:

@@ -39,7 +39,7 @@ def test_a_position_counts_where_those_before_it_stand() -> None:
             return engine.Proposal(tokens)
 
     llm = engine.load(target, SecondWrong(target), num_draft_tokens=3)
-    assert acceptance.measure(llm, random_prompts(3), ["any"] * 3, 21)["acceptance"] == [1.0, 0.0, 0.0]
+    assert acceptance.measure(llm, random_prompts(3), ["any"] * 3, 21)["acceptance"] == [1.0, 0.0, None]
 
 
 def test_rounds_with_fewer_drafts_have_no_say_in_later_positions() -> None:
@@ -95,7 +95,7 @@ def test_the_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("-k -1", "num_draft_tokens must be >= 0"),
         ("-n 0", "max_new_tokens must be >= 1, got 0"),
         ("--max-prompt-tokens 1", "max_prompt_tokens must be >= 2, got 1"),
-        ("-d ngram --max-prompt-tokens 9000 --prompts {tmp}/long.jsonl", "prompts[0] has 5007 tokens; at most 4095"),
+        ("-d ngram -n 4095", "max_new_tokens must be <= 4094 for this target's context, got 4095"),
         ("-d ngram -t {tmp}/bare", "target must have a tokenizer, got {tmp}/bare without one"),
     ],
 )
@@ -106,6 +106,14 @@ def test_bad_input(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         acceptance.main(["-t", str(checkpoint), *words.format(tmp=tmp_path).split()])
     assert rule.format(tmp=tmp_path) in capsys.readouterr().err
+
+
+def test_prompts_are_cut_to_the_context(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"question_id": 1, "category": "any", "turns": ["x" * 5000]}), encoding="utf-8")
+    words = f"-t {checkpoint} -d {checkpoint} -k 4 -n 2 --dtype float32 --max-prompt-tokens 9000 --prompts {prompts}"
+    acceptance.main(words.split())
+    assert "position: 1 1.000\n" in capsys.readouterr().out
 
 
 def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

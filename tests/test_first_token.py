@@ -83,6 +83,9 @@ def test_a_process_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with pytest.raises(RuntimeError, match="failed: ModuleNotFoundError: No module named 'bench'"):
         first_token.measure(dict(library="ours", target="nowhere"))
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"failed: KeyError: 'target'$"):  # in one line, the last
+        first_token.measure(dict(library="ours"))
 
 
 def test_a_target_that_is_not_there_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,10 +117,17 @@ def test_looking_at_an_out_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_a_tiny_checkpoint(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_tiny_checkpoint(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is its own drafter, by a path relative to the user's folder."""
     out = tmp_path / "first_token.json"
-    first_token.main(["--target", str(checkpoint), "--runs", "1", "--out", str(out)])
+    monkeypatch.chdir(checkpoint.parent)
+    names = ["--target", checkpoint.name, "--drafter", f"ngram+./{checkpoint.name}"]
+    first_token.main([*names, "--runs", "1", "--out", str(out)])
     found = json.loads(out.read_text())
+    own = found["contenders"][OURS]
+    assert (own["target"], own["drafter"]) == (checkpoint.name, f"ngram+{checkpoint.name}")
     assert set(found["medians"]) == {OURS, OURS_PLAIN, THEIRS}
     for name, (run,) in found["runs"].items():
         assert 0 < run["first token"] < run["seconds"] == pytest.approx(sum(run[part] for part in PARTS)), name

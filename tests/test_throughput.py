@@ -347,6 +347,27 @@ def test_another_run_is_refused(
         (folder / name).unlink()
 
 
+def test_a_dtype_and_what_auto_comes_to_are_one_contest(
+    bench: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = bench("--dtypes", "float32", "auto", baselines="plain")
+    assert len(read_records(folder)) == 4 * 3
+    assert len(json.loads((folder / "run.json").read_text())["finished"]) == 2
+    assert "not complete" not in (folder / "table.md").read_text() + capsys.readouterr().out
+
+
+def test_where_a_checkpoint_lies_changes_nothing_but_what_the_shell_has_set_does(
+    bench: Callable[..., Path], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    bench(baselines="plain")
+    (tmp_path / "elsewhere").symlink_to(Path(target).parent)
+    bench("--target", str(tmp_path / "elsewhere" / Path(target).name), baselines="plain")
+    monkeypatch.setenv("ENGINE_HUGE_PAGES", "0")
+    bench(baselines="plain", status=2)
+    assert re.search(r"variables: \{[^}]*\} there, \{'ENGINE_HUGE_PAGES': '0'", capsys.readouterr().err)
+
+
 def test_a_second_run_in_the_folder_is_refused(
     bench: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

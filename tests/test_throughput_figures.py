@@ -12,10 +12,10 @@ from tiny_models import greedy, random_prompts, tiny
 
 import engine
 from bench.throughput import plots
-from bench.throughput.methods import Row, up_to_end
+from bench.throughput.methods import Call, Row, together, up_to_end
 from bench.throughput.summary import CallFigures, Summary, summarize
 from bench.throughput.synthetic import SyntheticDrafter
-from bench.throughput.table import cost_ratio
+from bench.throughput.table import cells, cost_ratio
 from bench.throughput.theory import expected_acceptance, fitted_acceptance
 from engine.metrics import expected_speedup, expected_tokens
 from engine.text_difference import Comparer, Difference, log_prob_gap
@@ -148,7 +148,25 @@ def test_figures_of_a_method() -> None:
     assert found.block_efficiency == 32 / 18
     assert found.acceptance_per_position == [pytest.approx((4 + 2 + 1) / (8 + 2 + 2)), 0.0]
     assert found.parts_per_round() == {"draft": 0.5, "verify": (3 / 8 + 3 / 4) / 2, "overhead": (1 / 8 + 1 / 4) / 2}
-    assert cost_ratio(found, {"draft": 0.0, "verify": 2.0, "overhead": 0.5}) == 0.5 / 2 / 2.5
+    # 28 tokens were drafted in 18 rounds, not two in each.
+    assert cost_ratio(found, {"draft": 0.0, "verify": 2.0, "overhead": 0.5}) == 0.5 / (28 / 18) / 2.5
+
+
+def test_the_largest_gap_is_of_greedy_texts() -> None:
+    """What is sampled parts where noise and logits together are nearly equal, whatever the logits alone are."""
+    difference = {"position": 3, "token": 1, "plain_token": 2, "log_prob_gap": -4.5}
+    for temperature, shown in ((0.0, "4.5"), (0.7, "")):
+        row = {"contest": {"temperature": temperature}, "differences": {"ours plain": difference}}
+        row |= dict.fromkeys(("new_tokens", "rounds", "draft_tokens", "accepted_tokens"), 4)
+        summary = Summary("ours ngram K=2", "all", False, 2, "ngram", [CallFigures("a", 1.0, 4, None, 0, [row])])
+        assert cells(summary)[-1] == shown
+
+
+def test_calls_as_one() -> None:
+    row = Row([1, 2])
+    whole = together([Call([row], 0.5, 1), Call([row, row], 0.25, 2)])
+    assert (len(whole.rows), whole.prefill_seconds, whole.prefill_tokens) == (3, 0.75, 3)
+    assert together([Call([row], 0.5, 1), Call([row])]).prefill_seconds is None
 
 
 def test_ratios_to_our_plain_are_call_by_call() -> None:

@@ -330,7 +330,11 @@ def test_adapters_against_stand_ins(fakes: None, bench: Callable[..., Path], dra
     assert names == expected | {"flashspec small default"}
     for record in records:
         if record["method"] in names:
-            assert record["error"] is None and record["prefill_seconds"] > 0
+            assert record["error"] is None
+            if record["method"] == "economize small K=3":  # which reads the prompts behind the target's first logits
+                assert record["prefill_seconds"] is None
+            else:
+                assert record["prefill_seconds"] > 0
             assert record["rounds"] >= 2 and record["draft_tokens"] > 0
             if record["contest"]["temperature"] == 0:
                 assert record["differences"] == {"ours plain": None, "transformers plain": None}

@@ -15,7 +15,7 @@ from bench.throughput import plan
 from bench.throughput.methods import OUR_PLAIN, Call, Contest, Method, synchronize
 from bench.throughput.options import Options
 from bench.throughput.ours import Ours
-from bench.throughput.prompts import Group, Prompt, cut, groups, render
+from bench.throughput.prompts import Group, Prompt, cut, groups, render, room_for_prompts
 from bench.throughput.records import Records, unit_of
 from bench.throughput.shared_models import SharedModels
 from engine.text_difference import Comparer
@@ -37,16 +37,6 @@ def skip(bar: Any, units: int) -> None:
     bar.n, bar.initial, bar.last_print_n = bar.n + units, bar.initial + units, bar.last_print_n + units
 
 
-def room_for_prompts(models: SharedModels, max_new_tokens: int) -> int:
-    """Tokens of the target's context that are left; ValueError unless that is 2 or more."""
-    room = models.context_length - max_new_tokens
-    if room < 2:
-        raise ValueError(
-            f"max_new_tokens must be <= {models.context_length - 2} for this target's context, got {max_new_tokens}"
-        )
-    return room
-
-
 class Match:
     """One contest, prompt by prompt."""
 
@@ -55,7 +45,9 @@ class Match:
     ) -> None:
         self.options, self.records, self.models, self.contest = options, records, models, contest
         self.groups = groups(prompts, contest.prompts_per_call)
-        self.prompt_limit = min(options.max_prompt_tokens, room_for_prompts(models, contest.max_new_tokens))
+        self.prompt_limit = min(
+            options.max_prompt_tokens, room_for_prompts(models.context_length, contest.max_new_tokens)
+        )
         self.comparer = Comparer(models.target)
 
     def play(self, bar: Any) -> None:

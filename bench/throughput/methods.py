@@ -33,14 +33,19 @@ class Contest:
         return self.batch_size * self.batches_per_call
 
     @property
-    def label(self) -> str:
+    def rule(self) -> str:
+        """How tokens are chosen, and how many of them."""
         rule = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
         if self.temperature and self.top_p < 1:
             rule += f", top-p {self.top_p:g}"
+        return f"{rule}, {self.max_new_tokens} new tokens"
+
+    @property
+    def label(self) -> str:
         size = f"batch {self.batch_size}"
         if self.batches_per_call > 1:
             size += f" of {self.prompts_per_call} prompts a call"
-        return f"{self.dtype}, {size}, {rule}, {self.max_new_tokens} new tokens"
+        return f"{self.dtype}, {size}, {self.rule}"
 
 
 @dataclass
@@ -85,7 +90,9 @@ def together(calls: Iterable[Call]) -> Call:
     """Calls for one batch after another, as one; of their times, those until the prompts are read."""
     made = list(calls)
     rows = [row for call in made for row in call.rows]
-    return Call(rows, sum(call.prefill_seconds or 0.0 for call in made), sum(call.prefill_tokens for call in made))
+    known = [call.prefill_seconds for call in made if call.prefill_seconds is not None]
+    seconds = sum(known) if len(known) == len(made) else None
+    return Call(rows, seconds, sum(call.prefill_tokens for call in made))
 
 
 class Method(ABC):

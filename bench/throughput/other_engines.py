@@ -111,6 +111,8 @@ class Economize(Method):
             more["selector"] = self._sampler(self._contest.temperature, self._contest.top_p, seed)
         first = FirstLogits(self._base)
         results = self._model.decode_batch(tensors, max_new_tokens, stop=self._eos or None, **more)
+        if self._draft_name is not None:  # whose model reads the prompts only behind the target's first logits
+            return Call([_row(result) for result in results])
         return Call([_row(result) for result in results], first.seconds, len(results))
 
     def close(self) -> None:

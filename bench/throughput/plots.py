@@ -179,7 +179,7 @@ def _theory(
 
 
 def parts_of_rounds(plt: Any, contest: Contest, found: Sequence[Summary]) -> Any:
-    """The mean time of a round, split into its parts."""
+    """The time of a round, split into its parts: of each the mean of a call, and the median of the calls."""
     shown = [(summary, parts) for summary in found if (parts := summary.parts_per_round()) is not None]
     if not shown:
         return None
@@ -230,7 +230,8 @@ def batch_scaling(plt: Any, summaries: Figures) -> Any:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("batch size")
         axes.set_ylabel("tokens/s, all rows")
-        axes.set_title(setting.label.replace("batch 0, ", ""))
+        batches = f"{setting.batches_per_call} batches a call, " if setting.batches_per_call > 1 else ""
+        axes.set_title(f"{setting.dtype}, {batches}{setting.rule}")
     handles = {
         label: handle for axes in grid[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }

@@ -145,3 +145,13 @@ def cut(token_ids: list[int], limit: int) -> list[int]:
         return token_ids
     tail = limit // 2
     return token_ids[: limit - tail] + token_ids[-tail:]
+
+
+def room_for_prompts(context_length: int, max_new_tokens: int) -> int:
+    """Tokens of the target's context that are left; ValueError unless that is 2 or more."""
+    room = context_length - max_new_tokens
+    if room < 2:
+        raise ValueError(
+            f"max_new_tokens must be <= {context_length - 2} for this target's context, got {max_new_tokens}"
+        )
+    return room

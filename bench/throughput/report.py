@@ -5,6 +5,7 @@ from pathlib import Path
 from bench.markdown import table
 from bench.out_file import write_whole
 from bench.throughput import plots
+from bench.throughput.methods import Contest
 from bench.throughput.records import TABLE, read_records, read_run
 from bench.throughput.summary import overall, summarize
 from bench.throughput.table import HEADER, cells, left_out, markdown
@@ -18,8 +19,9 @@ def write_report(folder: Path) -> str:
     """
     run, records = read_run(folder), read_records(folder)
     if isinstance(run["finished"], dict):  # a list in runs of earlier versions
-        count = sum(kept["records"] for kept in run["finished"].values())
-        run["complete"] &= len(records) == count  # unless some are lost
+        # Under two labels if a dtype was named and also what "auto" came to.
+        counts = {Contest(**kept["contest"]): kept["records"] for kept in run["finished"].values()}
+        run["complete"] &= len(records) == sum(counts.values())  # unless some are lost
     relative_to = run["options"]["relative_to"]
     summaries = summarize(records, relative_to)
     drawn: list[str] = []

@@ -14,26 +14,22 @@ from bench import timing
 from bench.figures import tidy
 from bench.report import code_digest, digest, environment
 from bench.throughput import plan
-from bench.throughput.match import Match, room_for_prompts, say, skip
+from bench.throughput.match import Match, say, skip
 from bench.throughput.options import Options
-from bench.throughput.prompts import Prompt, groups, read_prompts
+from bench.throughput.prompts import Prompt, groups, read_prompts, room_for_prompts
 from bench.throughput.records import Records, no_other_run
 from bench.throughput.shared_models import load_models
 from engine.checkpoints import check_checkpoint
 from engine.default_model import find_model
 
 CODE = ("engine", "kernels", "bench/throughput")
-PACKAGES = ("torch", "triton", "transformers", "flashspec", "economize")  # that records depend on
+PACKAGES = ("torch", "triton", "numba", "transformers", "flashspec", "economize")  # that records depend on
 
 
 def describe(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """All that a record depends on."""
-    device = (
-        "cuda"
-        if options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
-        else "cpu"
-    )
-    found = environment(device)
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    found = environment(usual if options.device == "auto" else options.device)
     found["versions"] = {name: found["versions"].get(name) for name in ("python", "cuda", "hip", *PACKAGES)}
     for package in PACKAGES:
         try:
@@ -59,7 +55,7 @@ def _files(model: str) -> str:
     """The state of a checkpoint on disk, without reading its gigabytes."""
     path = Path(model).expanduser()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    stats = [(file.relative_to(path), file.stat()) for file in files if file.is_file()]
     return digest(*(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats))
 
 
@@ -98,7 +94,8 @@ def _measure(options: Options, records: Records, prompts: Sequence[Prompt]) -> N
                 if models is None:
                     models = load_models(options, dtype)
                     for length in options.max_new_tokens:
-                        room_for_prompts(models, length)  # so that one too many is told before all others are measured
+                        # One too many is told before all others are measured.
+                        room_for_prompts(models.context_length, length)
                 known = replace(contest, dtype=models.dtype)
                 Match(options, records, models, known, prompts).play(bar)
                 records.finish(contest.label, asdict(known))

@@ -21,9 +21,9 @@ after method on each prompt; *to our plain*: divided by those of "ours plain" in
 seconds, reading the prompts included; *after prefill* without it (and without the tokens that reading the prompt gives: ours
 gives none, others one or more). Tokens are counted as ids, the end of sequence included. *prefill*: median. *acceptance*:
 accepted / proposed draft tokens. *same text*: token ids; texts are compared where they are meant to be the same: greedy, and
-sampled with the rule `coupled`, then with our plain decoding by that rule. *largest gap*: how much likelier the target holds one of
-the two tokens at which texts part, in nats, from one plain call over what they have in common. In bfloat16, logits between 16 and 32
-lie 0.125 apart: a gap of that size is rounding."""
+sampled with the rule `coupled`, then with our plain decoding by that rule. *largest gap*, of greedy texts: how much likelier the
+target holds one of the two tokens at which texts part, in nats, from one plain call over what they have in common. In bfloat16,
+logits between 16 and 32 lie 0.125 apart: a gap of that size is rounding."""
 SYNTHETIC_NOTE = """\
 **"not a real drafter"**: it knows plain's text and corrupts it, each token with a given probability. Its rows say what the
 engine costs at a given acceptance, and nothing of what a drafter reaches."""
@@ -38,15 +38,16 @@ Times of a round of the whole batch, mean of a call and median of the calls. *ov
 drafting, nor the target's call with its verification. *outside forwards*: the share of all three that is not spent in forward
 passes, the target's and those of a draft model or a head. So masks, the verification, the cache's and the drafter's books and
 all that a lookup does count, beside the overhead; "-": not measured, as on a GPU and in runs before there was this figure.
-*draft token / plain step*: seconds to draft a token, K in a round, divided by those of a round of plain decoding: the cost
-ratio c of Leviathan et al. *acceptance by position*: of a row's rounds that proposed an i-th token, the share that took it;
-mean of the rows that had such rounds, weighted by all their rounds."""
+*draft token / plain step*: seconds to draft a token, by the tokens that were drafted (a drafter that is not sure drafts fewer than
+K), divided by those of a round of plain decoding: the cost ratio c of Leviathan et al. *acceptance by position*: of the rounds that
+proposed an i-th token, the share that took it, whether or not those before it stood (`bench.acceptance` has the share where they
+did)."""
 
 PLOTS_NOTE = """\
 Dashed in the plots against K: the tokens per target call that equation 1 of Leviathan et al. (arXiv 2211.17192) expects of
 drafts that stand with one probability, fitted to all K; and with it the acceptance, and by theorem 3.8, with the measured cost
-ratio, the speedup. It takes every round to propose K tokens, which an n-gram drafter does not, and a target call to cost the
-same for one token and for K+1."""
+ratio, the speedup. It takes every round to propose K tokens, which n-gram drafters do not, nor heads that stop where they are not
+sure; and a target call to cost the same for one token and for K+1."""
 
 
 def markdown(
@@ -57,10 +58,12 @@ def markdown(
     lines = ["# Throughput", "", "```", command(options, out), "```", ""]
     if not run["complete"]:
         lines += ["**This run is not complete: what follows is what it measured so far.**", ""]
-    lines += [
-        f"{name.replace('_', ' ')}: {_plain(value)}  " for name, value in options.items() if value not in (None, [], {})
-    ]
-    lines += [f"{name}: {_plain(value)}  " for name, value in run["environment"].items()]
+    for about in (options, run["environment"]):
+        lines += [
+            f"{name.replace('_', ' ')}: {_plain(value)}  "
+            for name, value in about.items()
+            if value not in (None, [], {})
+        ]
     for contest, found in summaries.items():
         lines += ["", f"## {contest.label}", "", *table(HEADER, [cells(summary) for summary in found])]
         if parts := part_rows(overall(found)):
@@ -141,6 +144,8 @@ def _same(summary: Summary, plain: str) -> str:
 
 
 def _largest_gap(summary: Summary) -> str:
+    if any(row["contest"]["temperature"] for row in summary.rows):
+        return ""  # there noise decides as well: tokens whose logits are far apart can be nearly equal
     differences = [d for plain in PLAINS for d in summary.compared_with(plain) if d is not None]
     gaps = [abs(d["log_prob_gap"]) for d in differences if d["log_prob_gap"] is not None]
     return f"{max(gaps):.2g}" if gaps else ""
@@ -163,8 +168,8 @@ def part_rows(summaries: Sequence[Summary]) -> list[list[str]]:
 
 
 def cost_ratio(summary: Summary, plain: dict[str, float] | None) -> float | None:
-    """Seconds to draft a token divided by those of a round of plain decoding."""
-    parts, k = summary.parts_per_round(), summary.num_draft_tokens
-    if parts is None or plain is None or not isinstance(k, int) or k < 1:
+    """Seconds to draft a token divided by those of a round of plain decoding; None where K is chosen by the engine."""
+    parts, drafted, rounds = summary.parts_per_round(), summary.total("draft_tokens"), summary.total("rounds")
+    if parts is None or plain is None or not isinstance(summary.num_draft_tokens, int) or not drafted or not rounds:
         return None
-    return parts["draft"] / k / sum(plain.values())
+    return parts["draft"] / (drafted / rounds) / sum(plain.values())
