@@ -8,7 +8,7 @@ from tiny_models import greedy, perturbed, random_prompts, tiny
 
 import engine
 from engine.adaptive_length import AdaptiveLength
-from engine.estimates import Acceptance, Costs, Experience, Payoff
+from engine.estimates import Acceptance, Costs, Experience, Payoff, nearest
 from engine.state import Proposal
 
 
@@ -472,3 +472,43 @@ def test_work_that_takes_no_time_at_all() -> None:
     for _ in range(3):
         others.add(1, 0.0)
     assert costs.slope == 0 and 0 < others.at(1) < 1e-6
+
+
+def test_numbers_of_rows_do_not_outlive_their_round() -> None:
+    """Two rows of three have ended, and the third one's drafts no longer stand: a draft is tried now and then, and verified."""
+    lengths = AdaptiveLength(skips_padding=True)
+    rows = begun(lengths, 3)
+    while not lengths._most:
+        round_of_good_drafts(lengths, rows)
+    for _ in range(100):
+        asked = lengths.choose([2], room=100)
+        proposal = Proposal(torch.full((1, asked), 7), torch.zeros(1, asked, 9))
+        assert (lengths.trim(proposal, [2], first=2).tokens == 7).all()
+        lengths.observe(2, [8], 0, asked, asked)
+        lengths.observe_times(1, asked, asked, 0.3 * asked, 1 + 0.3 * asked)
+
+
+def test_a_round_without_drafts_says_nothing_of_those_of_the_one_before() -> None:
+    lengths = AdaptiveLength()
+    begun(lengths, 1)
+    lengths.trim(Proposal(torch.tensor([[7]]), confidence=torch.tensor([[0.5]])), [0])
+    lengths.observe(0, [7, 7], 1, 1, 1)
+    before = lengths._by_confidence.chances(0, [8]), lengths._by_position.chances(0, [0], prior=0.6)
+    lengths.trim(Proposal(torch.empty(1, 0, dtype=torch.int64)), [0])
+    lengths.observe(0, [8], 0, 0, 0)
+    assert (lengths._by_confidence.chances(0, [8]), lengths._by_position.chances(0, [0], prior=0.6)) == before
+
+
+def test_a_position_that_no_draft_has_reached_is_like_the_one_before_it() -> None:
+    found = Experience()
+    found.begin(0)
+    for _ in range(200):
+        found.add(0, [0, 1], [True, False])
+    first, second, third = found.chances(0, [0, 1, 2], prior=0.6, carry=True)
+    assert first > 0.9 and second < 0.1 and third < 0.1
+
+
+def test_costs_are_those_of_the_nearest_number_of_rows() -> None:
+    costs = {2: Costs(0.1), 8: Costs(0.2)}
+    assert [nearest(costs, rows) for rows in (1, 4, 6, 20)] == [costs[2], costs[2], costs[8], costs[8]]
+    assert nearest({}, 3) is None

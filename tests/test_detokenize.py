@@ -166,3 +166,12 @@ def test_many_stop_strings_take_no_time() -> None:
         assert not stream.push(token, drafted=False)
         stream.take(last=False)
     assert len(asked) < 300
+
+
+def test_what_was_held_back_keeps_who_drafted_it() -> None:
+    stream = TextStream(byte_tokenizer(), ["bcd"])
+    for token in b"ab":
+        stream.push(token, drafted=token == ord("b"))
+    assert [(span.text, span.drafted) for span in stream.take(last=False)] == [("a", False)]
+    stream.push(ord("x"), drafted=False)
+    assert [(span.text, span.drafted) for span in stream.take(last=False)] == [("b", True), ("x", False)]

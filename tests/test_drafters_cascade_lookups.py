@@ -96,3 +96,17 @@ def test_a_lookup_ends_early_if_the_other_stages_do(lookup: engine.Drafter) -> N
     state = bare_state(1, 0.0)
     assert CascadeDrafter(lookup, Early([[1]])).ends_early(state)
     assert not CascadeDrafter(lookup, Chain([[1]])).ends_early(state)
+
+
+def test_lookups_are_told_the_slot_and_not_the_row() -> None:
+    """One that keeps texts by slot would look into another row's."""
+
+    class Told(Continuing):
+        def continuation(self, slot, text, most):  # type: ignore[no-untyped-def]
+            slots.append(slot)
+            return super().continuation(slot, text, most)
+
+    slots: list[int] = []
+    state = bare_state(4).select(slice(2, 4))
+    CascadeDrafter(Told({}), Fixed([[5, 1], [2, 3]])).propose(state, 3)
+    assert slots == [2, 3, 2, 3]  # behind the text, and behind the drafts

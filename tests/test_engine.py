@@ -1064,5 +1064,56 @@ def test_errors_can_be_copied_and_pickled() -> None:
         assert (str(other), other.outputs, other.errors) == (str(error), error.outputs, error.errors)
 
 
+def test_penalties_below_1_reward_repetition(target: PreTrainedModel) -> None:
+    llm, prompt = engine.load(target, None), [1, 2, 3, 4]
+    off = llm.generate(prompt, engine.SamplingParams(max_new_tokens=8, ignore_eos=True)).token_ids
+    on = llm.generate(
+        prompt, engine.SamplingParams(max_new_tokens=8, ignore_eos=True, repetition_penalty=0.01)
+    ).token_ids
+    assert on != off and len({*prompt, *on}) < len({*prompt, *off})
+
+
+def test_a_row_that_a_stop_token_has_ended_is_not_read_on(target: PreTrainedModel) -> None:
+    """Between two that go on, in whose rounds it is."""
+    llm, prompts = engine.load(target, None, max_batch_size=3), [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    goes_on = engine.SamplingParams(max_new_tokens=9, ignore_eos=True)
+    stops = engine.SamplingParams(max_new_tokens=9, stop_token_ids=greedy(target, prompts[1], 1))
+    decode, read = llm._target.decode, []
+
+    def counted(**arguments: Any) -> torch.Tensor:
+        read.append(int(arguments["num_valid"].sum()))
+        return decode(**arguments)
+
+    llm._target.decode = counted
+    llm.generate(prompts, [goes_on, stops, goes_on])
+    assert read == [3, *[2] * 8]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_only_for_a_row_alone_drawn_drafts_may_end_early(target: PreTrainedModel, num_rows: int) -> None:
+    class Notes(engine.NGramDrafter):
+        def propose(self, state: BatchState, num_draft_tokens: int) -> engine.Proposal:
+            seen.append((int(state.active.sum()), state.may_end_early))
+            return super().propose(state, num_draft_tokens)
+
+    seen: list[tuple[int, bool]] = []
+    llm = engine.load(target, Notes(), num_draft_tokens="auto", max_batch_size=2)
+    llm.generate([[1, 2, 1, 2, 1]] * num_rows, engine.SamplingParams(max_new_tokens=30, ignore_eos=True))
+    assert seen and all(early == (rows == 1) for rows, early in seen)
+
+
+def test_a_round_is_as_large_as_the_drafts_that_were_read(target: PreTrainedModel) -> None:
+    llm = engine.load(target, "ngram", num_draft_tokens="auto", max_batch_size=3)
+    observe, sizes = llm._server._lengths.observe_times, []
+
+    def noted(num_rows: int, asked: int, size: int, *rest: Any) -> None:
+        sizes.append(size)
+        observe(num_rows, asked, size, *rest)
+
+    llm._server._lengths.observe_times = noted
+    llm.generate([[1, 2, 1, 2, 1], [3, 4, 5], [6, 6, 6]], engine.SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert llm._target.skips_padding and sum(sizes) == llm.stats.draft_tokens > 0
+
+
 def _params(max_new_tokens: int) -> engine.SamplingParams:
     return engine.SamplingParams(max_new_tokens=max_new_tokens)

@@ -87,6 +87,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("sample", dict(stream=True), "stream must be one of 0, 1, 2, 3"),
     ("sample", dict(stream=None), "stream must be one of 0, 1, 2, 3"),
     ("verify", dict(draft_stats=tuple(STATS)), "draft_stats must be RowStats"),
+    ("verify", dict(draft_logits=None, draft_stats=STATS), "draft_stats must be None where draft_logits is None"),
     *(("verify", dict(draft_stats=STATS._replace(**{name: None})), f"draft_stats.{name} must be a tensor on cpu, got None")
       for name in RowStats._fields),
     ("verify", dict(draft_stats=STATS._replace(lse=STATS.lse.to(META))), "draft_stats.lse must be a tensor on cpu, got one on meta"),

@@ -72,3 +72,21 @@ def test_every_nan_and_infinity_is_seen(bits: int, others: float) -> None:
 def test_no_sequences() -> None:
     found = cpu_greedy.verify(torch.empty(0, 3, 7), torch.empty(0, 2, dtype=torch.int64))
     assert found is not None and found.tokens.shape == (0, 3) and found.num_accepted.shape == (0,)
+
+
+def test_the_least_temperature_at_which_rows_are_sampled() -> None:
+    """1e-5 is no longer greedy, nor is a batch of nothing else."""
+    rows = dict(seed=torch.arange(20), position=torch.zeros(20, dtype=torch.int64))
+    tokens = torch.empty(20, 0, dtype=torch.int64)
+    for temperature, greedy in ((1e-5, False), (0.99e-5, True)):
+        verdict = ops.verify(torch.zeros(20, 1, 50), tokens, temperature=torch.full((20,), temperature), **rows)
+        assert (verdict.tokens == 0).all() == greedy
+
+
+def test_packed_rows_are_verified_as_others() -> None:
+    rows = dict(seed=torch.arange(3), position=torch.zeros(3, dtype=torch.int64), temperature=torch.zeros(3))
+    tokens = torch.tensor([[7, 7], [3, 3], [-1, -1]])
+    packed = torch.randn(6, 50)
+    begins = torch.tensor([0, 3, 5, 6], dtype=torch.int32)
+    case = dict(target_logits=packed, draft_tokens=tokens, cu_num_logits=begins, **rows)
+    assert_verdicts_equal(ops.verify(**case), reference.verify(**case))

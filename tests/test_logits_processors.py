@@ -187,3 +187,42 @@ def test_what_it_must_be() -> None:
         ValueError, match=r"^logits_processor must be callable .* or None, got 3; several go into one Log"
     ):
         engine.SamplingParams(logits_processor=3)
+
+
+def test_what_it_does_to_a_text_is_not_shown_to_it_behind_the_next_draft(target: PreTrainedModel) -> None:
+    def first_again(input_ids: Tensor, scores: Tensor) -> Tensor:
+        result = scores.scatter(1, input_ids[:, :1], 100.0)
+        input_ids.zero_()
+        return result
+
+    params = engine.SamplingParams(max_new_tokens=NEW, logits_processor=first_again)
+    llm = engine.load(target, "ngram", num_draft_tokens=3)
+    assert llm.generate([9, 4, 9], params).token_ids == [9] * NEW and llm.stats.accepted_tokens > 0
+
+
+def test_it_is_given_float32_as_by_transformers(target: PreTrainedModel) -> None:
+    given = set()
+
+    def note(input_ids: Tensor, scores: Tensor) -> Tensor:
+        given.add(scores.dtype)
+        return scores
+
+    llm = engine.load(copy.deepcopy(target).bfloat16(), None)
+    llm.generate([1, 2, 3], engine.SamplingParams(max_new_tokens=2, logits_processor=note))
+    assert given == {torch.float32}
+
+
+def test_a_text_that_has_ended_is_not_shown_to_it(target: PreTrainedModel) -> None:
+    """While the round that ends it has not been read, and others go on."""
+    shown: list[int] = []
+
+    def note(input_ids: Tensor, scores: Tensor) -> Tensor:
+        shown.append(input_ids.shape[1])
+        return scores
+
+    llm = engine.load(target, None)
+    llm._server._late = True
+    short = engine.SamplingParams(max_new_tokens=3, ignore_eos=True, logits_processor=note)
+    long = engine.SamplingParams(max_new_tokens=8, ignore_eos=True)
+    llm.generate([[1, 2, 3], [4, 5]], [short, long])
+    assert shown == [3, 4, 5]

@@ -113,6 +113,23 @@ def test_a_prompt_is_not_read_where_an_interrupted_one_left_nan() -> None:
     assert llm.generate(GOOD, params).token_ids == expected
 
 
+def test_a_prompt_is_not_read_where_a_half_read_one_left_nan() -> None:
+    llm = engine.load(spoiled(), None, max_batch_size=1)
+    params = engine.SamplingParams(max_new_tokens=8)
+    expected = llm.generate(GOOD, params).token_ids
+    prefill = llm._target.prefill
+
+    def interrupted(*arguments: Any) -> None:
+        prefill(*arguments)
+        raise KeyboardInterrupt
+
+    llm._target.prefill = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([BAD, *GOOD * 8], params)
+    llm._target.prefill = prefill  # type: ignore[method-assign]
+    assert llm.generate(GOOD, params).token_ids == expected
+
+
 def test_an_interrupted_clearing_is_made_up_for() -> None:
     class Interrupted:
         def __setitem__(self, *_: object) -> None:

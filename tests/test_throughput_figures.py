@@ -12,10 +12,10 @@ from tiny_models import greedy, random_prompts, tiny
 
 import engine
 from bench.throughput import plots
-from bench.throughput.methods import Call, Row, together, up_to_end
+from bench.throughput.methods import OUR_PLAIN, Call, Row, together, up_to_end
 from bench.throughput.summary import CallFigures, Summary, summarize
 from bench.throughput.synthetic import SyntheticDrafter
-from bench.throughput.table import cells, cost_ratio
+from bench.throughput.table import HEADER, cells, cost_ratio
 from bench.throughput.theory import expected_acceptance, fitted_acceptance
 from engine.metrics import expected_speedup, expected_tokens
 from engine.text_difference import Comparer, Difference, log_prob_gap
@@ -198,3 +198,27 @@ def test_plots_of_before_do_not_stay(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert plots.draw_all({}, "transformers plain", tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my rounds.png", "table.md"]
+
+
+def test_each_figure_stands_in_its_column() -> None:
+    """Of ratios whose median, mean and extremes differ, and of gaps of both signs."""
+    gaps = [{"position": 3, "log_prob_gap": gap} for gap in (-0.5, 0.25)]
+    counts = {"draft_tokens": 4, "accepted_tokens": 2, "new_tokens": 6, "rounds": 4, "contest": vars(ONE)}
+    rows: list[dict[str, Any]] = [counts | {"differences": {OUR_PLAIN: each}} for each in (None, *gaps)]
+    calls = [CallFigures("a", 2.0, 6, 1.0, 2, [row]) for row in rows]
+    found = Summary(
+        "ours ngram K=5", "a", False, 5, "ngram", calls, ratios=[1.0, 2.0, 6.0], ratios_to_plain=[4.0, 0.5, 0.75]
+    )
+    shown = dict(zip(HEADER, cells(found), strict=True))
+    assert (shown["median"], shown["mean"], shown["worst"]) == ("2.00x", "3.00x", "1.00x")
+    assert (shown["median to our plain"], shown["worst to our plain"]) == ("0.75x", "0.50x")
+    assert (shown["tokens/s"], shown["after prefill"], shown["prefill, ms"]) == ("3.0", "4.0", "1000")
+    assert (shown["acceptance"], shown["tokens per target call"]) == ("50%", "1.50")
+    assert (shown[f"same text as {OUR_PLAIN}"], shown["largest gap"]) == ("1 of 3", "0.5")
+
+
+def test_a_batch_has_as_many_rounds_as_its_longest_running_row() -> None:
+    times = {"draft_seconds": 4.0, "verify_seconds": 8.0, "overhead_seconds": 2.0, "contest": {"batch_size": 2}}
+    calls = [CallFigures("a", 20.0, 9, 1.0, 0, [{"rounds": 2} | times, {"rounds": 4} | times])]
+    found = Summary("ours ngram K=2", "a", False, 2, "ngram", calls).parts_per_round()
+    assert found == {"draft": 1.0, "verify": 2.0, "overhead": 0.5}
