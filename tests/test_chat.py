@@ -12,7 +12,7 @@ import cli_fakes
 import pytest
 from cli_fakes import FakeEngine, json_lines, pipe
 
-from engine import cli
+from engine import SamplingParams, cli
 from engine.output import Piece
 
 checkpoint = cli_fakes.checkpoint
@@ -40,6 +40,23 @@ def test_chat_over_a_pipe(
     assert engines[0].asked[2] == [system, {"role": "user", "content": "new"}]
 
 
+def test_chat_passes_all_options_on(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe(monkeypatch, "hello\n")
+    words = "chat -t model -d suffix -k 2 --verification block --no-exact --max-length 99 --dtype float32 --device cpu"
+    words += " --tokenizer words --compile -T 0.5 --top-k 4 --top-p 0.75 --min-p 0.125 --repetition-penalty 1.5 -n 9"
+    words += " --seed 5 --stop . --stop-token-ids 7"
+    assert cli.main(words.split()) == 0
+    (llm,) = engines
+    assert llm.options == dict(
+        drafter="suffix", num_draft_tokens=2, verification="block", exact=False, max_batch_size=1, max_length=99,
+        dtype="float32", device="cpu", tokenizer="words", compile=True,
+    )  # fmt: skip
+    assert llm.params == SamplingParams(
+        temperature=0.5, top_k=4, top_p=0.75, min_p=0.125, repetition_penalty=1.5, max_new_tokens=9, seed=5, stop=".",
+        stop_token_ids=(7,),
+    )  # fmt: skip
+
+
 def test_lines_of_a_pipe_are_echoed_as_they_are(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +76,18 @@ def test_chat_json_and_errors(
     assert [record["text"] for record in json_lines(captured.out)] == ["ONE", "", "TWO"]
     assert captured.err == "error: the logits are NaN; /reset forgets the conversation\n"
     assert [message["content"] for message in engines[0].asked[-1]] == ["one", "ONE", "two"]
+
+
+@pytest.mark.parametrize("system", [[], ["--system", "be kind"]])
+def test_a_first_message_that_fails_leaves_nothing_to_forget(
+    system: list[str],
+    engines: list[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pipe(monkeypatch, "nan\n")
+    assert cli.main(["chat", "-t", "model", *system]) == 1
+    assert capsys.readouterr().err == "error: the logits are NaN\n"
 
 
 def test_a_target_that_cannot_chat_is_refused_before_the_first_message(

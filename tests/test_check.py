@@ -18,6 +18,17 @@ checkpoint, one_thread = cli_fakes.checkpoint, cli_fakes.one_thread
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def test_all_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[check.CheckOptions] = []
+    monkeypatch.setattr(check, "run", asked.append)
+    words = "check -t model -d suffix -k 2 --no-exact --max-length 99 --dtype float32 --device cpu --tokenizer words"
+    assert cli.main([*words.split(), "--compile", "-n", "9", "--json", "a b"]) == 0
+    settings = dict(
+        num_draft_tokens=2, exact=False, max_length=99, dtype="float32", device="cpu", tokenizer="words", compile=True
+    )
+    assert asked == [check.CheckOptions("model", "suffix", settings, ["a b"], 9, True)]
+
+
 @pytest.mark.parametrize("exact", ["--exact", "--no-exact"])
 def test_a_good_checkpoint(exact: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "-t", str(checkpoint), "-n", "12", exact]) == 0

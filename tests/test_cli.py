@@ -97,6 +97,22 @@ def test_generate_streams_one_prompt(engines: list[FakeEngine], capsys: pytest.C
     assert (params.temperature, params.top_k, params.seed, params.stop) == (0.5, 4, 5, (".", "!"))
 
 
+def test_generate_passes_all_options_on(engines: list[FakeEngine]) -> None:
+    words = "generate -t model -d suffix -k 2 --verification block --no-exact --max-batch-size 3 --max-length 99"
+    words += " --dtype float32 --device cpu --tokenizer words --compile -T 0.5 --top-k 4 --top-p 0.75 --min-p 0.125"
+    words += " --repetition-penalty 1.5 -n 9 --seed 5 --stop . --stop-token-ids 7 --ignore-eos"
+    assert cli.main([*words.split(), "a b"]) == 0
+    (llm,) = engines
+    assert llm.options == dict(
+        drafter="suffix", num_draft_tokens=2, verification="block", exact=False, max_batch_size=3, max_length=99,
+        dtype="float32", device="cpu", tokenizer="words", compile=True,
+    )  # fmt: skip
+    assert llm.params == engine.SamplingParams(
+        temperature=0.5, top_k=4, top_p=0.75, min_p=0.125, repetition_penalty=1.5, max_new_tokens=9, seed=5, stop=".",
+        stop_token_ids=(7,), ignore_eos=True,
+    )  # fmt: skip
+
+
 def test_generate_several_prompts(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "-t", "model", "--chat", "a b", "c"]) == 0
     assert capsys.readouterr().out == "--- 1 ---\nA B\n--- 2 ---\nC\n"
@@ -176,6 +192,16 @@ def test_prompts_from_stdin(engines: list[FakeEngine], monkeypatch: pytest.Monke
     pipe(monkeypatch, "\ufeffone\r\n")  # as other systems end lines and begin files
     assert cli.main(["generate", "-t", "model", "--json"]) == 0
     assert [llm.asked for llm in engines] == [["one\ntwo"], ["one", "two"], ["one"]]
+
+
+def test_white_space_of_standard_input_is_part_of_the_prompt(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of code, say; but for the last line's end, which a shell adds."""
+    for text, prompt in (("  a\n    b \n", "  a\n    b "), ("\na\n\n", "\na\n"), ("a \r\n", "a ")):
+        pipe(monkeypatch, text)
+        assert cli.main(["generate", "-t", "model"]) == 0
+        assert engines.pop().asked == [prompt]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,19 @@ def test_colours() -> None:
     assert terminal.legend(plain) == ""
 
 
+def test_all_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[demo.DemoOptions] = []
+    monkeypatch.setattr(demo, "run", asked.append)
+    words = "demo -t model -d suffix -k 2 --no-exact --dtype float32 --device cpu -n 9 --repeats 4 --json"
+    assert cli.main(words.split()) == 0
+    assert asked == [
+        demo.DemoOptions(
+            target="model", drafter="suffix", num_draft_tokens=2, exact=False, max_new_tokens=9, repeats=4,
+            dtype="float32", device="cpu", as_json=True,
+        )
+    ]  # fmt: skip
+
+
 def test_demo_table(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "-t", "model", "--repeats", "2", "--exact"]) == 0
     out = capsys.readouterr().out

@@ -162,6 +162,11 @@ PUBLISHED: dict[str, tuple[Head, dict[str, Any], Change]] = {
         dict(rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]}, rope_theta=10000.0, rope_parameters=None),
         lambda tensors: None,
     ),
+    "mrope, by its other name": (
+        Head(**REDUCED),
+        dict(rope_scaling={"rope_type": "mrope", "mrope_section": [1, 1, 2]}, rope_theta=10000.0, rope_parameters=None),
+        lambda tensors: None,
+    ),
     "one state as it is": (
         Head(**ONE_STATE), dict(eagle_config={"use_aux_hidden_state": False}), lambda tensors: None
     ),
@@ -208,6 +213,24 @@ def test_a_wrapped_config(target: PreTrainedModel, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(outer))
     check_drafts(target, drafter_of(tmp_path), head)
     assert type(recognise(tmp_path)) is EagleDrafter
+
+
+def test_a_wrapped_config_of_two_layers(tmp_path: Path) -> None:
+    """The outer architecture tells that it is a head's: the layers, by themselves, are a llama."""
+    inner = json.loads((Head(eagle=1, num_layers=2).repository(tmp_path) / "config.json").read_text())
+    outer = {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": inner}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    assert type(recognise(tmp_path)) is EagleDrafter
+
+
+def test_each_layer_of_a_head_has_its_own_window(tmp_path: Path) -> None:
+    head = Head(window=5, num_layers=2)
+    types = ["sliding_attention", "full_attention"]
+    folder = head.speculators(tmp_path, transformer_layer_config=head.layer_config() | {"layer_types": types})
+    model = drafter_of(folder).model
+    masks = {kind: torch.zeros(1) for kind in types}
+    for index, kind in enumerate(types):
+        assert model._attention(index, masks)["attention_mask"] is masks[kind]
 
 
 def test_compiled_targets_and_states_before_the_last_norm(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -844,3 +867,13 @@ def test_layers_as_an_option(target: PreTrainedModel, tmp_path: Path) -> None:
     head = Head(**REDUCED)
     drafter = drafter_of(head.speculators(tmp_path), layers=(0, 5, 7))
     check_drafts(target, drafter, replace(head, layers=(0, 5, 7)))
+
+
+def test_positions_that_a_head_may_read(small: PreTrainedModel, tmp_path: Path) -> None:
+    """All of the target's, but for rotary embeddings whose frequencies change beyond the length that they were made for."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for name, options, length in (("fixed", {}, CONTEXT), ("dynamic", {"rope_parameters": rope}, 8)):
+        head = Head(**REDUCED, layers=(0, 1, 2), max_positions=8)
+        drafter = drafter_of(head.repository(tmp_path / name, **options))
+        engine.load(small, drafter, 3)
+        assert drafter.ragged.context_length == length

@@ -243,6 +243,16 @@ def test_save_and_read_again(target: PreTrainedModel, tmp_path: Path) -> None:
         assert {n: v.shape for n, v in read.state_dict().items()} == {n: v.shape for n, v in model.state_dict().items()}
 
 
+def test_a_saved_config_says_what_is_in_the_file(tmp_path: Path) -> None:
+    """Whatever that of the file before said; and for vLLM, whether each head has an output matrix of its own."""
+    MedusaDrafter.from_pretrained(heads(tmp_path / "few", medusa_num_heads=2)).save(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["medusa_num_heads"] == 3
+    for output, shared in (("own", False), ("shared", True), ("target", True)):
+        model = MedusaHeads(HIDDEN, VOCAB, 2, 1, bias=False, output=output, layout="vllm")
+        MedusaDrafter(model).save(tmp_path / output)
+        assert json.loads((tmp_path / output / "config.json").read_text())["original_lm_head"] is shared
+
+
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = heads(tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_cases import Sometimes
 from sampled_laws import SETTINGS, SOME, every_rule, flat_target, p_value
 from sampled_laws import VOCAB as LAW_VOCAB
 from tiny_models import greedy, perturbed, random_prompts, tiny
@@ -16,11 +17,14 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
+from engine.checkpoints import Checkpoint
+from engine.drafters.by_tokenizer import draft_model
 from engine.drafters.intersection import IntersectionDraftModel
 from engine.drafters.own_texts import OwnTexts, Translation, common_prefix
 from engine.drafters.reencoding import ReencodingDraftModel
 from engine.drafters.vocabulary import (
     SharedVocabulary,
+    TokenForm,
     decode_after,
     difference,
     encode,
@@ -69,6 +73,14 @@ def test_tokens_are_compared_by_their_bytes() -> None:
     assert shared.share == pytest.approx(258 / min(len(token_forms(ours, 10**6)), 259))
     assert shared.to_target(len(ours))[shared.drafter_ids].tolist() == shared.target_ids.tolist()
     assert int((shared.to_drafter(VOCAB + 7) >= 0).sum()) == len(pairs)
+
+
+def test_added_tokens_are_spelled_as_they_are() -> None:
+    """Not in the alphabet of byte-level vocabularies, in which these would be two bytes and no text."""
+    theirs = byte_tokenizer()
+    theirs.add_tokens(["éé"])
+    forms = token_forms(theirs, 10**6)
+    assert forms[TokenForm("éé".encode(), False)] == VOCAB and TokenForm(b"\xe9\xe9", False) not in forms
 
 
 def test_ids_beyond_the_models_are_not_shared() -> None:
@@ -249,6 +261,18 @@ def test_a_slot_that_is_taken_again_is_read_anew(kind: Any) -> None:
         assert output.token_ids == greedy(target, text, 20) and output.stats.acceptance_rate == 1.0
 
 
+@pytest.mark.parametrize("kind", [IntersectionDraftModel, ReencodingDraftModel])
+def test_rounds_without_drafts_before_the_first_with_some(kind: Any) -> None:
+    """What they have added is read as well, and the end of the prompt: all drafts stand."""
+    target, drafter = spelled(kind)
+    silent = Sometimes(drafter, lambda number: number % 4 == 3)
+    llm = engine.load(target, drafter=silent, num_draft_tokens=4, max_batch_size=1)
+    prompt = random_prompts(5, vocab_size=62)[4]
+    output = llm.generate(prompt, engine.SamplingParams(max_new_tokens=30))
+    assert output.token_ids == greedy(target, prompt, 30)
+    assert output.stats.draft_tokens > 8 and output.stats.acceptance_rate == 1.0
+
+
 def test_drafts_that_stood_are_not_read_again() -> None:
     """In every round the draft model reads what is new, and not all that it drafted before."""
     target, drafter = spelled(ReencodingDraftModel)
@@ -426,6 +450,17 @@ def test_load_chooses_by_what_is_shared(
     assert [expected in record.message for record in caplog.records if "tokenizer" in record.message] == [True]
     output = llm.generate("the hen", engine.SamplingParams(max_new_tokens=12))
     assert output.token_ids == greedy(target, list(b"the hen"), 12)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_what_is_shared_counts_up_to_the_size_of_either_model(flipped: bool) -> None:
+    """Of one with few tokens, all of which the other one has, at ids that the first has not."""
+    few, many = string.ascii_letters[-10:], string.ascii_letters
+    draft, main = (
+        Checkpoint(tiny("llama", vocab_size=len(characters)), spelling(characters))
+        for characters in ((many, few) if flipped else (few, many))
+    )
+    assert type(draft_model(main, draft)) is IntersectionDraftModel
 
 
 def test_bad_input(target: PreTrainedModel) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import greedy, perturbed, random_prompts, tiny
-from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
+from tiny_tokenizer import EOS, VOCAB, byte_tokenizer, sentencepiece_like
 from tokenizers import Tokenizer, decoders, models
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -283,6 +283,16 @@ def test_a_begun_answer_is_continued(target: PreTrainedModel) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure, "}]
     for messages, prompt in ((chat, b"<user>hi</><assistant>Sure, "), (chat[:1], b"<user>hi</><assistant>")):
         assert bytes(llm.generate(messages, engine.SamplingParams(max_new_tokens=1)).prompt_token_ids) == prompt
+
+
+def test_a_chat_has_no_bos_but_that_of_its_template(target: PreTrainedModel) -> None:
+    """Of text, the tokenizer puts one in front; a second one would change what Llama's and Gemma's kinds say."""
+    tokenizer = sentencepiece_like(byte_fallback=False)
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    llm, params = engine.load(target, tokenizer=tokenizer), engine.SamplingParams(max_new_tokens=1)
+    text, chat = llm.generate("the", params), llm.generate([{"role": "user", "content": "the"}], params)
+    assert text.prompt_token_ids == chat.prompt_token_ids
+    assert chat.prompt_token_ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_stop_string_across_tokens_and_rounds(target: PreTrainedModel) -> None:

@@ -180,6 +180,13 @@ def test_a_bias_and_a_mask_of_every_row(word: str, method: str) -> None:
     assert torch.equal(verdict.tokens, only) and (verdict.status == 0).all()
 
 
+@pytest.mark.parametrize("method", ["rejection", "block"])
+def test_a_bias_and_a_mask_say_nothing_of_further_draft_tokens(method: str) -> None:
+    """Which have a share of q as they are, whatever a mask leaves of the others."""
+    options = random_options("bias and mask", generator(43), 40, 40)
+    check_verify(verify_case(generator(44), 40, 3, 40, 60, options=options), method=method)
+
+
 @pytest.mark.parametrize("sizes", [(1000, 1024), (1024, 1000), (5, 4097), (4097, 5)], ids=str)
 def test_vocabularies_of_different_size(sizes: tuple[int, int]) -> None:
     """A token that one vocabulary lacks has probability 0 in it, wherever the blocks end."""

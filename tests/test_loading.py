@@ -258,6 +258,13 @@ def test_padded_vocabularies(target: PreTrainedModel) -> None:
             engine.load(target, drafter=draft, tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("prefix", ["", "staged:"])
+def test_a_drafter_is_read_in_the_targets_dtype(target: PreTrainedModel, tmp_path: Path, prefix: str) -> None:
+    tiny("llama", dtype=torch.bfloat16, vocab_size=VOCAB).save_pretrained(tmp_path)
+    drafter: Any = engine.load(target, drafter=f"{prefix}{tmp_path}").drafter
+    assert drafter.model.dtype == target.dtype == torch.float32
+
+
 def test_the_cache_of_conversions_may_be_in_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(conversion.CACHE_VARIABLE, "~/models")
     assert conversion._cache_root() == Path.home() / "models"

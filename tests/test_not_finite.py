@@ -14,6 +14,7 @@ from engine.backend import Verdict
 from engine.drafters.eagle_model import EagleModel
 from engine.drafters.medusa_model import MedusaHeads
 from engine.drafters.staged import StagedDraftModel
+from engine.model import RaggedModel
 from engine.training.eagle3 import head_config
 
 BAD = VOCAB - 1
@@ -145,6 +146,19 @@ def test_an_interrupted_clearing_is_made_up_for() -> None:
     assert values[..., :-1, :].any()  # all but the trash slot
     cache.begin_rows(slice(0, 1))
     assert not values[..., :-1, :].any()
+
+
+def test_what_an_earlier_call_wrote_farther_behind_is_cleared() -> None:
+    """As drafts do, which the next rounds are without."""
+    ragged = RaggedModel(tiny("llama"), 1)
+    ragged.cache.reserve(256)
+    tokens, one = torch.tensor([[5, 6, 7]]), torch.ones(1, dtype=torch.int64)
+    for start in (126, 10):
+        ragged.call(tokens, start * one, 3 * one, slice(0, 1), start + 3)
+    keys = ragged.cache.ragged_layers[0].keys
+    assert keys[:, :, 126:129].any()
+    ragged.cache.begin_rows(slice(0, 1))
+    assert not keys[:, :, :-1].any()
 
 
 def test_the_targets_own_layers_draft_what_it_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

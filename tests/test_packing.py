@@ -183,6 +183,16 @@ def test_nothing_is_kept_once_all_siblings_were_called() -> None:
     assert [result.shape[-1] for result in results] == [64, 16, 16]
 
 
+def test_nothing_is_kept_of_weights_that_were_replaced() -> None:
+    module, other = Attention(), Attention()
+    pack_linears(module)
+    x = torch.randn(1, 4, 32)
+    with torch.no_grad():
+        module.q_proj(x)
+        module.load_state_dict(other.state_dict())
+        torch.testing.assert_close(module.k_proj(x), other.k_proj(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi", "opt", "mixtral", "gpt2"])
 def test_a_loaded_checkpoint_is_packed_and_says_the_same(name: str, tmp_path: Path) -> None:
     plain = tiny(name, dtype=torch.float32)

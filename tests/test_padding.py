@@ -141,3 +141,12 @@ def test_other_architectures_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [output.token_ids for output in outputs] == [greedy(target, prompt, 8) for prompt in prompts]
     to_prefill = sum(len(prompt) - 1 for prompt in prompts)
     assert sum(read) > to_prefill + llm.stats.rounds + llm.stats.draft_tokens
+
+
+def test_padding_behind_the_context_has_a_place_in_a_position_table() -> None:
+    """An exact call has 8 columns, also for the last token that there is room for."""
+    model = tiny("gpt2")
+    llm = engine.load(model, "ngram", 3, exact=True)
+    assert llm.generate([3, 4, 5], engine.SamplingParams(max_new_tokens=CONTEXT)).token_ids == greedy(
+        model, [3, 4, 5], CONTEXT
+    )

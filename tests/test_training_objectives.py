@@ -374,6 +374,18 @@ def test_loss_of_a_draft_model() -> None:
     assert torch.equal(first.model.layers[0].mlp.up_proj.weight, target.model.layers[0].mlp.up_proj.weight)
 
 
+@pytest.mark.parametrize("name", ["cohere", "granite", "gemma2"])
+def test_a_draft_model_is_trained_on_the_logits_that_it_drafts_by(name: str) -> None:
+    """With what comes behind the matrix of its head: scales and soft caps."""
+    target = target_of(name)
+    module, batch = DraftModelTraining(target, 2), ragged_batch(target)
+    rows, starts = module._chains(batch)
+    with torch.no_grad():
+        (found,) = module.drafts(batch, rows, starts)
+        expected = module.head(input_ids=batch.tokens).logits[rows, starts + 1]
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_draft_models_layers_are_evenly_spread() -> None:
     """They and the last norm are trained; embeddings and head stay the target's."""
     target = tiny("llama", dtype=torch.float32, num_hidden_layers=5)
@@ -486,6 +498,22 @@ def test_drafters_draft_what_was_trained(method: str, tmp_path: Path) -> None:
     propose = drafter.propose
     drafter.propose = lambda state, count: propose(state, min(count, STEPS))
     check_greedy_drafts(target, drafter, expected, STEPS)
+
+
+def test_a_saved_head_is_made_as_the_one_that_was_trained(tmp_path: Path) -> None:
+    """It would draft with another rotary embedding, norm or activation, too, and hardly a draft would stand."""
+    target = target_of()
+    start = other_head(eagle(target).head)
+    start.config.hidden_act, start.config.max_position_embeddings = "gelu", 77
+    training = Eagle3Training(target, LAYERS, torch.arange(1, VOCAB, 2), STEPS, start=start)
+    save_eagle3(training, tmp_path, "target", "LlamaForCausalLM")
+    found, expected = EagleDrafter.from_pretrained(tmp_path).model, training.head
+    for name in (
+        "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "head_dim", "num_key_value_heads",
+        "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm",
+    ):  # fmt: skip
+        assert getattr(found.config, name) == getattr(expected.config, name), name
+    torch.testing.assert_close(found.rotary_emb.inv_freq, expected.rotary_emb.inv_freq)
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "cohere", "granite"])

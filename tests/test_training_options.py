@@ -74,12 +74,13 @@ def test_every_option_is_used(
     monkeypatch.setattr(initial_model, "frequent_tokens", watched_frequent)
     chosen = options(
         target, method, seed=7, learning_rate=3e-3, tokens_per_batch=333, epochs=3, learn_prompts=True, max_new_tokens=5,
-        temperatures=(0.3, 0.9), max_length=40, batch_size=3, validation_share=0.25, **OWN[method],
+        temperatures=(0.3, 0.9), max_length=40, batch_size=3, validation_share=0.25, loss="lk", **OWN[method],
     )  # fmt: skip
     module, texts, validation, _, schedule = up_to_the_training(PROMPTS, tmp_path, chosen)
     assert told["answers"] == ((0.3, 0.9), 5, 7, 40) and told["batch"] == 3
     assert schedule == Schedule(epochs=3, learning_rate=3e-3, tokens_per_batch=333, seed=7, learn_prompts=True)
     assert [sum(map(len, part)) for part in (texts, validation)] == [18, 6]
+    assert module.loss == "lk"
     if method == "draft-model":
         assert module.head.config.num_hidden_layers == 2
     else:
@@ -163,14 +164,14 @@ def test_prompts_that_are_held_back_and_learned_from(
     target: Path, tmp_path: Path, up_to_the_training: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = ["one", "two", "three", "four", "five"]
-    chosen = options(target, "medusa", validation_share=0.5, max_new_tokens=2)
+    chosen = options(target, "medusa", validation_share=0.3, max_new_tokens=2)
     warnings = []
-    for last in ("one", "six"):
+    for last in ("four", "six"):
         caplog.clear()
         up_to_the_training([*prompts, last], tmp_path / last, chosen)
         warnings.append([record.getMessage() for record in caplog.records])
     ((warning,), none) = warnings
-    assert warning.startswith("of 3 prompts that are held back, 1 are learned from too") and not none
+    assert warning.startswith("of 2 prompts that are held back, 1 are learned from too") and not none
 
 
 def test_first_weights_are_the_seeds(target: Path, tmp_path: Path, up_to_the_training: Any) -> None:
