@@ -33,8 +33,8 @@ def measure(
         categories: of each prompt.
 
     Returns:
-        `acceptance`: for each position, the share of its drafts that are accepted, of those before which all are (None: there were none);
-        `block_efficiency`, `rounds` and `new_tokens` as `Stats` has them; `categories`: the block efficiency in each;
+        `acceptance`: for each position, the share of its drafts that are accepted, of those before which all are (None: there were
+        none); `block_efficiency`, `rounds` and `new_tokens` as `Stats` has them; `categories`: the block efficiency in each;
         `failed`: prompts for which the target returned NaN, of which nothing but the drafts before counts, in `acceptance`.
 
     Raises:

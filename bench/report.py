@@ -29,7 +29,11 @@ DONE, BEGUN = "done", "begun"  # outcomes of steps
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Device ("cpu", "cuda", or "cuda:1" for one of several), driver, versions, date, and what the shell has set that times depend on."""
+    """Device, driver, versions, date, and what the shell has set that times depend on.
+
+    Args:
+        device: "cpu", "cuda", or "cuda:1" for one of several.
+    """
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip}
     versions["torch"] = torch.__version__  # with what it was built for
     for package in ("triton", "numba", "transformers", "pytest", "pytest-benchmark", "vllm", "flashinfer-python"):

@@ -135,8 +135,8 @@ def _check_file(path: Path, role: str) -> None:
 
 
 def _fingerprint(path: Path, root: Path) -> str:
-    """Name of a file's content, and of how it is converted; kept in the cache folder for as long as the file is not written to, as to
-    read gigabytes takes seconds."""
+    """Name of a file's content, and of how it is converted. The cache folder keeps it for as long as the file is not written to, as
+    to read gigabytes takes seconds."""
     stat = path.stat()
     state = [_FORMAT, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
     place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
