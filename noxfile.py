@@ -21,9 +21,12 @@ def install(session: nox.Session, *extras: str) -> None:
     Editable, so that there is one copy of the code: `python -m` and subprocesses started here find the
     checkout before anything installed, and with a second copy a test could run one and report on the other.
     That a built wheel is complete is for tests/test_packaging.py to say.
+
+    Modules are compiled when they are first imported, which are few: to compile all of torch takes half of the time.
     """
+    session.env["PYTHONDONTWRITEBYTECODE"] = None  # not set: what was compiled is kept
     project = f".[{','.join(extras)}]" if extras else "."
-    session.install("-c", "constraints.txt", "-e", project)
+    session.install("--no-compile", "-c", "constraints.txt", "-e", project)
 
 
 @nox.session
