@@ -18,6 +18,7 @@ def quicken() -> None:
     see_equal_types()
     pass_equal_operands()
     shift_bfloat16()
+    say_nothing_of_values()
     check_overflow(False)
 
 
@@ -66,7 +67,7 @@ def call_builtins_directly() -> None:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        return call
+        return calculate_directly(function, call)
 
     interpreter._patch_attr = patch
 
@@ -258,6 +259,121 @@ def pass_equal_operands() -> None:
     core._unwrap_if_constexpr = lambda value: value if type(value) in values else unwrap(value)
 
 
+CALCULATED = {"fp32", "fp64", "int32", "int64", "uint32", "uint64"}  # dtypes that NumPy has, too
+SUMMED = set(CALCULATED)  # whose sums, differences and products are NumPy's: see `check_overflow`
+NUMBERS_BESIDE = {  # what is the same constant in Triton and in NumPy
+    "fp32": (float, int),
+    "int32": (int,),
+    "int64": (int,),
+    "uint32": (int,),
+    "uint64": (int,),
+}
+
+
+def calculate_directly(function: Any, call: Any) -> Any:
+    """`call`, which does the work of a builtin of Triton, or what does the same where that is one step of NumPy: where both operands
+    are of one dtype, one has the shape of the other or is a scalar, or is a number."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    tensor, constexpr, boolean = tl.core.tensor, tl.core.constexpr, tl.int1
+    name = function.__name__
+    if function is inspect.unwrap(tl.core.where):
+        return choose_directly(call)
+    if function is not inspect.unwrap(vars(tensor).get(name, call)):
+        return call
+    steps = {
+        "__add__": (np.add, SUMMED), "__sub__": (np.subtract, SUMMED), "__mul__": (np.multiply, SUMMED),
+        "__radd__": (np.add, SUMMED), "__rmul__": (np.multiply, SUMMED),
+        "__and__": (np.bitwise_and, {"int1", *CALCULATED} - {"fp32", "fp64"}),
+        "__or__": (np.bitwise_or, {"int1", *CALCULATED} - {"fp32", "fp64"}),
+        "__xor__": (np.bitwise_xor, {"int1", *CALCULATED} - {"fp32", "fp64"}),
+        "__lt__": (np.less, CALCULATED), "__le__": (np.less_equal, CALCULATED), "__eq__": (np.equal, CALCULATED),
+        "__gt__": (np.greater, CALCULATED), "__ge__": (np.greater_equal, CALCULATED), "__ne__": (np.not_equal, CALCULATED),
+    }  # fmt: skip
+    if name not in steps:
+        return call
+    step, dtypes = steps[name]
+    compares = step in (np.less, np.less_equal, np.equal, np.greater, np.greater_equal, np.not_equal)
+
+    def calculate(self: Any, other: Any) -> Any:
+        if isinstance(other, constexpr):
+            other = other.value
+        dtype, kind = self.dtype, type(other)
+        if dtype.name not in dtypes:
+            return add_offset(self, other) if step is np.add else call(self, other)
+        of_both = self.type
+        if kind is tensor:
+            if other.dtype.name != dtype.name:
+                return call(self, other)
+            if other.shape is not self.shape:
+                if not of_both.is_block():
+                    of_both = other.type
+                elif other.type.is_block():
+                    return call(self, other)
+            data = step(self.handle.data, other.handle.data)
+        elif kind in NUMBERS_BESIDE.get(dtype.name, ()) and (kind is float or -low[dtype.name] <= other < 2**31):
+            data = step(self.handle.data, other)
+        else:
+            return call(self, other)
+        if compares:
+            return tensor(TensorHandle(data, boolean), of_both.with_element_ty(boolean))
+        return tensor(TensorHandle(data, dtype), of_both)
+
+    def add_offset(self: Any, offset: Any) -> Any:
+        """A pointer, or pointers, and how many elements behind it."""
+        pointer, of_both = self.dtype, self.type
+        if not isinstance(pointer, tl.core.pointer_type):
+            return call(self, offset)
+        size = max(8, pointer.element_ty.primitive_bitwidth) // 8
+        if type(offset) is int and -(2**31) <= offset < 2**31:
+            behind = np.uint64(size * offset % 2**64)
+        elif type(offset) is tensor and offset.dtype.name in OFFSETS:
+            if offset.shape is not self.shape:
+                if not of_both.is_block():
+                    of_both = offset.type.with_element_ty(pointer)
+                elif offset.type.is_block():
+                    return call(self, offset)
+            behind = offset.handle.data.astype(np.uint64) * np.uint64(size)
+        else:
+            return call(self, offset)
+        return tensor(TensorHandle(self.handle.data + behind, self.handle.dtype), of_both)
+
+    low = {"fp32": 2**31, "int32": 2**31, "int64": 2**31, "uint32": 0, "uint64": 0}
+    return calculate
+
+
+def choose_directly(call: Any) -> Any:
+    """`tl.where` for blocks, or a block and a scalar or a number, of one dtype."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    tensor = tl.core.tensor
+
+    def where(condition: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+        whole = x if type(x) is tensor and x.type.is_block() else y
+        if type(whole) is not tensor or type(condition) is not tensor or condition.dtype.name != "int1":
+            return call(condition, x, y, **kwargs)
+        dtype, shape = whole.dtype, whole.shape
+        if dtype.name not in CALCULATED or (condition.type.is_block() and condition.shape is not shape):
+            return call(condition, x, y, **kwargs)
+        chosen = []
+        for value in (x, y):
+            if type(value) is tensor:
+                if value.dtype.name != dtype.name or (value.type.is_block() and value.shape is not shape):
+                    return call(condition, x, y, **kwargs)
+                chosen.append(value.handle.data)
+            elif type(value) is float and dtype.name == "fp32":
+                chosen.append(np.float32(value))
+            else:
+                return call(condition, x, y, **kwargs)
+        return tensor(TensorHandle(np.where(condition.handle.data, *chosen), dtype), whole.type)
+
+    return where
+
+
 def shift_bfloat16() -> None:
     """It is the upper half of a float32. Subnormal numbers are left to the interpreter, which takes every number apart."""
     import numpy as np
@@ -281,6 +397,14 @@ def shift_bfloat16() -> None:
     interpreter._convert_float = convert_float
 
 
+def say_nothing_of_values() -> None:
+    """Of infinities subtracted and the like NumPy would warn; a GPU does not."""
+    import numpy as np
+    from triton.runtime.interpreter import GridExecutor
+
+    GridExecutor.__call__ = np.errstate(all="ignore")(GridExecutor.__call__)
+
+
 def check_overflow(on: bool) -> None:
     """Whether every sum, difference and product of integers is worked out again in 64 bits, and fails where fewer are not enough.
 
@@ -288,4 +412,6 @@ def check_overflow(on: bool) -> None:
     """
     from triton.runtime.interpreter import interpreter_builder
 
+    SUMMED.clear()
+    SUMMED.update(["fp32", "fp64"] if on else CALCULATED)
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=on, debug=on)

@@ -81,7 +81,6 @@ def test_with_ragged_attention(name: str, implementation: str, monkeypatch: pyte
         assert target.config._attn_implementation_internal == implementation
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])  # a window; a soft cap too; sinks
 def test_with_the_triton_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels themselves inside a model: compiled on a GPU, else in Triton's interpreter."""

@@ -20,8 +20,6 @@ from engine.kernels.launch import shape_arguments
 from engine.kernels.ops import METHODS
 from engine.kernels.records import RowStats
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 META = torch.device("meta")
 LOGITS, DRAFTS = torch.zeros(2, 3, 5), torch.zeros(2, 2, 5)
 WHOLE, REAL = torch.zeros(2, dtype=torch.int64), torch.ones(2)

@@ -17,10 +17,7 @@ from engine.kernels import attention, attention_ops, attention_reference
 from engine.kernels.attention import blocks_for, ragged_attention, split_size_for
 from engine.kernels.workspace import workspace
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_empty"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 WIDTHS, GROUPS, HEAD_DIMS = (1, 2, 6, 8, 32, 65), (1, 2, 4, 7, 8), (8, 16, 32, 64, 80, 96, 128, 192, 256)
 LENGTHS = (0, 1, 15, 17, 511, 512)  # and W columns more: on both sides of blocks and splits

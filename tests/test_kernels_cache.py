@@ -11,8 +11,6 @@ from torch import Tensor
 from engine.kernels import attention_ops, attention_reference, cache
 from engine.kernels.cache import scatter_kv
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 Case = dict[str, Any]  # the arguments of scatter_kv
 
 

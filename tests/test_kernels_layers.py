@@ -8,10 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from engine.kernels import layer_ops, layers
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("poisoned_empty"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 # Roundings to the dtype are the same on a GPU; a sum in another order may fall to another side of one. The interpreter cuts bfloat16
 # off where a GPU rounds.
 CUTS = DEVICE == "cpu"

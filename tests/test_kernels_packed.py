@@ -24,10 +24,7 @@ from engine.kernels.records import Status
 from engine.kernels.rows import adjusted
 from engine.kernels.verify import verify
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_empty"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 COUNTS = (4, 1, 0, 3, 4, 2)  # rows of each sequence
 BATCH, WIDTH = len(COUNTS), max(COUNTS)

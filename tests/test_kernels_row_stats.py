@@ -34,10 +34,7 @@ from kernel_strategies import ANY_ROWS, SOME_EXAMPLES
 from engine.kernels import ops
 from engine.kernels.row_stats import row_stats
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_empty"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

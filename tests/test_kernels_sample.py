@@ -32,10 +32,7 @@ from kernel_strategies import ANY_ROWS, SOME_EXAMPLES
 from engine.kernels import philox, reference
 from engine.kernels.sample import sample
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_empty"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

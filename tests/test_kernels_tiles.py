@@ -22,7 +22,6 @@ from engine.kernels.row_stats import row_stats
 from engine.kernels.sample import sample
 from engine.kernels.verify import verify
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 BATCH, NUM_DRAFTS, VOCAB_SIZE = 2, 2, 40_000  # five tiles a row, the last not full
 
 

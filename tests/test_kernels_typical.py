@@ -7,10 +7,7 @@ from kernel_cases import check_verify, random_rows, verify_case
 
 from engine.kernels import reference
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_empty"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 def generator(seed: int) -> torch.Generator:

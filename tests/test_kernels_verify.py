@@ -40,10 +40,7 @@ from engine.kernels.records import FATAL_STATUS, RowStats, Status
 from engine.kernels.sample import sample
 from engine.kernels.verify import verify
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_empty"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 def generator(seed: int) -> torch.Generator:

@@ -31,8 +31,6 @@ from engine.kernels.verify import verify_kernel
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 Launch = tuple[str, Any, dict[str, Any]]  # kernel, grid, arguments without the values of tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 
 @pytest.fixture
 def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
