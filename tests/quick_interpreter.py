@@ -17,6 +17,7 @@ def quicken() -> None:
     make_handles_directly()
     see_equal_types()
     pass_equal_operands()
+    convert_directly()
     shift_bfloat16()
     say_nothing_of_values()
     check_overflow(False)
@@ -272,10 +273,10 @@ NUMBERS_BESIDE = {  # what is the same constant in Triton and in NumPy
 
 def calculate_directly(function: Any, call: Any) -> Any:
     """`call`, which does the work of a builtin of Triton, or what does the same where that is one step of NumPy: where both operands
-    are of one dtype, one has the shape of the other or is a scalar, or is a number."""
+    have one shape, or one is a scalar or a number."""
     import numpy as np
     import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import TensorHandle, interpreter_semantic
 
     tensor, constexpr, boolean = tl.core.tensor, tl.core.constexpr, tl.int1
     name = function.__name__
@@ -295,7 +296,15 @@ def calculate_directly(function: Any, call: Any) -> Any:
     if name not in steps:
         return call
     step, dtypes = steps[name]
+    cast, promote = interpreter_semantic.cast, interpreter_semantic.computation_type_impl
+    common_dtypes: dict[tuple[str, str], Any] = {}
     compares = step in (np.less, np.less_equal, np.equal, np.greater, np.greater_equal, np.not_equal)
+
+    def promoted(left: Any, right: Any) -> Any:
+        key = left.name, right.name
+        if key not in common_dtypes:
+            common_dtypes[key] = promote(left, False, right, False, False)
+        return common_dtypes[key]
 
     def calculate(self: Any, other: Any) -> Any:
         if isinstance(other, constexpr):
@@ -306,7 +315,10 @@ def calculate_directly(function: Any, call: Any) -> Any:
         of_both = self.type
         if kind is tensor:
             if other.dtype.name != dtype.name:
-                return call(self, other)
+                if other.dtype.name not in dtypes or dtype.name == "int1" or other.dtype.name == "int1":
+                    return call(self, other)
+                common = promoted(dtype, other.dtype)
+                return calculate(cast(self, common), cast(other, common))
             if other.shape is not self.shape:
                 if not of_both.is_block():
                     of_both = other.type
@@ -372,6 +384,29 @@ def choose_directly(call: Any) -> Any:
         return tensor(TensorHandle(np.where(condition.handle.data, *chosen), dtype), whole.type)
 
     return where
+
+
+def convert_directly() -> None:
+    """Between dtypes that NumPy has, too, and from truth values."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    convert, tensor, handle = TritonSemantic.cast, core.tensor, interpreter.TensorHandle
+    sources = {"int1", *CALCULATED}
+
+    def cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        source, target = input.dtype, dst_ty.scalar
+        if source is target:
+            return input
+        if fp_downcast_rounding is not None or source.name not in sources or target.name not in CALCULATED:
+            return convert(self, input, dst_ty, fp_downcast_rounding)
+        if source.name == target.name:
+            return input
+        data = input.handle.data.astype(interpreter._get_np_dtype(target))
+        return tensor(handle(data, target), input.type.with_element_ty(target))
+
+    TritonSemantic.cast = cast
 
 
 def shift_bfloat16() -> None:
