@@ -126,10 +126,11 @@ def arrivals(
     Returns:
         [..., count] float32, above 0.
     """
-    groups = (count + GROUP - 1) // GROUP
-    time, place = first_arrivals(seed, position, origin, stream, groups, first)
-    later = times(seed, position, origin, stream, groups * GROUP, first).unflatten(-1, (groups, GROUP))
-    return later.scatter_(-1, place[..., None], 0).add_(time[..., None]).flatten(-2)[..., :count]
+    time, place = first_arrivals(seed, position, origin, stream, (count + GROUP - 1) // GROUP, first)
+    token = torch.arange(count, device=seed.device)
+    group = token // GROUP
+    later = times(seed, position, origin, stream, count, first)
+    return later.masked_fill_(place[..., group] == token % GROUP, 0).add_(time[..., group])
 
 
 def race(

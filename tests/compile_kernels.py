@@ -136,6 +136,26 @@ def serving() -> Iterator[tuple[str, Callable[[], object]]]:
                     )
 
 
+def print_what_serving_compiles() -> None:
+    """How many kernels the warm-up compiles, and each that is compiled later. Triton says so before each compilation, which is then
+    left out."""
+    compiled: dict[tuple[str, str], str] = {}
+
+    def note(key: str, fn: Any, **more: object) -> bool:
+        compiled.setdefault((fn.name, key), variant)
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = note
+    variant = "warm-up"
+    warm_up()
+    print(json.dumps(dict(warmed_up=len(compiled))))
+    for variant, call in serving():  # noqa: B007  # which `note` reads
+        call()
+    for (name, _), variant in compiled.items():
+        if variant != "warm-up":
+            print(json.dumps(dict(kernel=name, variant=variant)))
+
+
 def resources(kernel: object, target: GPUTarget) -> dict[str, int]:
     """Registers, shared bytes and spills of a compiled kernel; `spills` counts registers or bytes of local memory.
 
@@ -193,13 +213,11 @@ def main() -> None:
         driver.set_active(PretendedDevice(target))
         ops.check_kernels = lambda device: None  # tensors of the pretended device are the CPU's
         torch.version.hip = "pretended" if target.backend == "hip" else None
-        seen: set[str] = set()
         if arguments.serving:
-            warm_up()
-            seen |= {kernel.hash for _, kernel in compiled}
-            print(json.dumps(dict(warmed_up=len(seen))))
-        calls = serving() if arguments.serving else variants(arguments.dtype, arguments.whole, arguments.brief)
-        for variant, call in calls:
+            print_what_serving_compiles()
+            continue
+        seen: set[str] = set()
+        for variant, call in variants(arguments.dtype, arguments.whole, arguments.brief):
             compiled.clear()
             call()
             for name, kernel in compiled:
