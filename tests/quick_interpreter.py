@@ -5,12 +5,12 @@ Nothing here changes what a kernel computes.
 
 import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 
 def quicken() -> None:
     """Before the first kernel runs, where TRITON_INTERPRET is set."""
-    patch_the_language_once()
     call_builtins_directly()
     look_up_dtypes_once()
     derive_shapes_once()
@@ -20,46 +20,26 @@ def quicken() -> None:
     convert_directly()
     shift_bfloat16()
     say_nothing_of_values()
+    patch_the_language_once()
     check_overflow(False)
 
 
 def patch_the_language_once() -> None:
-    """Jit functions that call each other.
-
-    It patches `triton.language` for each such call anew, 1 ms each, and wraps what it has wrapped before. The launch has
-    done that already; what a launch does not patch (`triton.language.core`) stays patched after the first time.
-    """
+    """Each launch patched `triton.language`, 1 ms, and put it back; each call of one jit function by another patched it once more."""
     import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime import interpreter
 
-    call_and_patch = InterpretedFunction.__call__
-    patched = {tl}  # by the launch
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        modules = self.__dict__.get("languages")
-        if modules is None:
-            known = (tl, tl.core)
-            modules = self.languages = {
-                value for value in self.fn.__globals__.values() if any(value is m for m in known)
-            }
-        if modules <= patched:
-            return self.rewrite()(*args, **kwargs)
-        patched.update(modules)
-        return call_and_patch(self, *args, **kwargs)
-
-    InterpretedFunction.__call__ = call
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))  # as of any kernel
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()  # nothing to put back
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
 
 def call_builtins_directly() -> None:
     """Each went through three functions that pass on its arguments, two of which look for `_semantic` among them."""
     from triton.runtime import interpreter
 
-    direct: dict[Any, Any] = {}  # the same function for each launch
-
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        if member not in direct:
-            direct[member] = make(member)
-        scope.set_attr(obj, name, direct[member])
+        scope.set_attr(obj, name, make(member))
 
     def make(member: Any) -> Any:
         function, semantic = inspect.unwrap(member), interpreter.interpreter_semantic
@@ -262,13 +242,7 @@ def pass_equal_operands() -> None:
 
 CALCULATED = {"fp32", "fp64", "int32", "int64", "uint32", "uint64"}  # dtypes that NumPy has, too
 SUMMED = set(CALCULATED)  # whose sums, differences and products are NumPy's: see `check_overflow`
-NUMBERS_BESIDE = {  # what is the same constant in Triton and in NumPy
-    "fp32": (float, int),
-    "int32": (int,),
-    "int64": (int,),
-    "uint32": (int,),
-    "uint64": (int,),
-}
+BITS = {"int1", "int32", "int64", "uint32", "uint64"}
 
 
 def calculate_directly(function: Any, call: Any) -> Any:
@@ -279,26 +253,22 @@ def calculate_directly(function: Any, call: Any) -> Any:
     from triton.runtime.interpreter import TensorHandle, interpreter_semantic
 
     tensor, constexpr, boolean = tl.core.tensor, tl.core.constexpr, tl.int1
-    name = function.__name__
     if function is inspect.unwrap(tl.core.where):
         return choose_directly(call)
-    if function is not inspect.unwrap(vars(tensor).get(name, call)):
+    if function is not inspect.unwrap(vars(tensor).get(function.__name__, call)):
         return call
-    steps = {
-        "__add__": (np.add, SUMMED), "__sub__": (np.subtract, SUMMED), "__mul__": (np.multiply, SUMMED),
-        "__radd__": (np.add, SUMMED), "__rmul__": (np.multiply, SUMMED),
-        "__and__": (np.bitwise_and, {"int1", *CALCULATED} - {"fp32", "fp64"}),
-        "__or__": (np.bitwise_or, {"int1", *CALCULATED} - {"fp32", "fp64"}),
-        "__xor__": (np.bitwise_xor, {"int1", *CALCULATED} - {"fp32", "fp64"}),
-        "__lt__": (np.less, CALCULATED), "__le__": (np.less_equal, CALCULATED), "__eq__": (np.equal, CALCULATED),
-        "__gt__": (np.greater, CALCULATED), "__ge__": (np.greater_equal, CALCULATED), "__ne__": (np.not_equal, CALCULATED),
-    }  # fmt: skip
-    if name not in steps:
+    name = function.__name__.strip("_")
+    arithmetic = {"add": np.add, "radd": np.add, "sub": np.subtract, "mul": np.multiply, "rmul": np.multiply}
+    bitwise = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+    comparisons = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+    comparisons |= {"eq": np.equal, "ne": np.not_equal}
+    step = (arithmetic | bitwise | comparisons).get(name)
+    if step is None:
         return call
-    step, dtypes = steps[name]
+    compares = name in comparisons
+    dtypes = CALCULATED if compares else BITS if name in bitwise else SUMMED
     cast, promote = interpreter_semantic.cast, interpreter_semantic.computation_type_impl
     common_dtypes: dict[tuple[str, str], Any] = {}
-    compares = step in (np.less, np.less_equal, np.equal, np.greater, np.greater_equal, np.not_equal)
 
     def promoted(left: Any, right: Any) -> Any:
         key = left.name, right.name
@@ -325,7 +295,9 @@ def calculate_directly(function: Any, call: Any) -> Any:
                 elif other.type.is_block():
                     return call(self, other)
             data = step(self.handle.data, other.handle.data)
-        elif kind in NUMBERS_BESIDE.get(dtype.name, ()) and (kind is float or -low[dtype.name] <= other < 2**31):
+        elif (kind is int and lowest.get(dtype.name, 2**31) <= other < 2**31) or (
+            kind is float and dtype.name == "fp32"
+        ):
             data = step(self.handle.data, other)
         else:
             return call(self, other)
@@ -352,7 +324,8 @@ def calculate_directly(function: Any, call: Any) -> Any:
             return call(self, offset)
         return tensor(TensorHandle(self.handle.data + behind, self.handle.dtype), of_both)
 
-    low = {"fp32": 2**31, "int32": 2**31, "int64": 2**31, "uint32": 0, "uint64": 0}
+    # Beside these dtypes, numbers from here on become the same constant in Triton and in NumPy.
+    lowest = {"fp32": -(2**31), "int32": -(2**31), "int64": -(2**31), "uint32": 0, "uint64": 0}
     return calculate
 
 
