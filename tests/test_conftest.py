@@ -56,6 +56,25 @@ def test_shapes_that_are_derived_once_are_those_of_each_value(rows: int, columns
             outer_sum[(1,)](results, rows, 3, 1)
 
 
+@triton.jit
+def mixed(results, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    x = i.to(tl.float32)
+    tl.store(results + i, (i.to(tl.uint32) * 3_000_000_000).to(tl.int64))
+    tl.store(results + COUNT + i, i + (i.to(tl.int64) << 40))
+    tl.store(results + 2 * COUNT + i, (tl.where(x > 1.5, x * 0.5, -1.0) * 1000).to(tl.int64))
+    tl.store(results + 3 * COUNT + i, ((i >= 1) & (x != 2)).to(tl.int64) - 2)
+
+
+def test_numbers_of_several_dtypes() -> None:
+    """Unsigned products wrap, the wider of two dtypes is that of a sum, a number takes the dtype of what it is beside."""
+    results = torch.zeros(4, 4, dtype=torch.int64)
+    mixed[(1,)](results, 4)
+    products, sums, chosen, truths = results.tolist()
+    assert products == [3_000_000_000 * i % 2**32 for i in range(4)] and sums == [i + (i << 40) for i in range(4)]
+    assert chosen == [-1000, -1000, 1000, 1500] and truths == [-2, -1, -2, -1]
+
+
 @pytest.mark.parametrize("lost", [True, False])
 @pytest.mark.parametrize("worker", [True, False])
 @pytest.mark.parametrize("marked", [True, False])

@@ -18,9 +18,7 @@ from engine.kernels.ops import METHODS
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
-# Bytes a thread, by version of Triton and dtype where it is not 0 (see kernels/README.md). With more than 128 registers half as many
-# programs would run.
-MOST_SPILLED = {"3.7": {"float32": 48, "float16": 24}, "3.9": dict.fromkeys(("float32", "bfloat16", "float16"), 88)}
+TRITON = triton.__version__.rpartition(".")[0]
 KERNELS = {"row_stats_kernel", "sample_kernel", "verify_kernel", "residual_kernel"}
 
 
@@ -51,10 +49,22 @@ def show(records: list[dict[str, Any]]) -> None:
         )
 
 
+def most_spilled(record: dict[str, Any]) -> int:
+    """Bytes a thread that are known to be spilled (see kernels/README.md): more than 128 registers would let half as many programs run."""
+    variant, target = record["variant"], record["target"]
+    if TRITON == "3.9":
+        return 88
+    if TRITON != "3.7" or target.startswith("hip"):
+        return 0
+    if variant.startswith("float32"):
+        on_sm_100 = target == "cuda:100" and record["kernel"] == "sample_kernel"
+        return 48 if "filtered" in variant else 32 if on_sm_100 else 0
+    return 24 if variant.startswith("float16") and "filtered" in variant and target == "cuda:100" else 0
+
+
 def assert_good(records: list[dict[str, Any]]) -> None:
     show(records)
-    most = MOST_SPILLED.get(triton.__version__.rpartition(".")[0], {})
-    assert [r for r in records if r["spills"] > most.get(r["variant"].split(",")[0], 0)] == []
+    assert [r for r in records if r["spills"] > most_spilled(r)] == []
     # Rows that begin on 16 bytes are read 16 bytes at a time.
     assert [r for r in records if "even rows" in r["variant"] and r["widest_load"] != 16] == []
 
