@@ -35,7 +35,6 @@ class GpuLayerParts(WatchedModules):
     layer_norms: tuple[Any, Any]  # before attention, and before the MLP
     mlp_modules: Any
     is_silu: bool
-    window: int | None
     has_rope: bool
 
     @classmethod
@@ -45,7 +44,6 @@ class GpuLayerParts(WatchedModules):
             AttributeError: if something is missing.
         """
         attention, config = layer.self_attn, layer.self_attn.config
-        of_all = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         for norm in norms + ([attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []):
             _ = norm.variance_epsilon  # others are no norms of Llama's kind
@@ -54,7 +52,6 @@ class GpuLayerParts(WatchedModules):
             layer_norms=(norms[0], norms[1]),
             mlp_modules=layer.mlp,
             is_silu=config.hidden_act == "silu",
-            window=getattr(attention, "sliding_window", of_all),
             has_rope=bool(getattr(attention, "use_rope", True)),
             **cls.watch(layer),
         )
@@ -62,6 +59,13 @@ class GpuLayerParts(WatchedModules):
     @property
     def head_dim(self) -> int:
         return int(self.self_attn.head_dim)
+
+    @property
+    def window(self) -> int | None:
+        """Of attention, in tokens; None: all are seen."""
+        attention = self.self_attn
+        of_all = attention.config.sliding_window if attention.config.model_type == "mistral" else None
+        return getattr(attention, "sliding_window", of_all)
 
     @property
     def scaling(self) -> float:

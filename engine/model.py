@@ -25,6 +25,7 @@ from .support import (
     check_supported,
     context_length,
     head_sizes,
+    narrow_windows,
     vocab_size,
     why_eager,
     windows,
@@ -278,27 +279,33 @@ class RaggedModel:
     def _probe(self, role: str) -> None:
         """Hold a prefill and a decode call of an unknown architecture against one plain call.
 
+        Sliding windows are narrow for the time, so that a model which has one and does not heed it is found.
+
         Raises:
             UnsupportedModelError: if they differ by more than rounding.
         """
-        tokens = torch.arange(6, device=self.device)[None] % self.vocab_size
+        kind = f"{role} of type {self.model.config.model_type!r}"
         one = torch.ones(1, dtype=torch.int64, device=self.device)
+        tokens = torch.tensor([_usual_tokens(self.config, self.vocab_size, 6)], device=self.device)
         self.cache.reserve(tokens.shape[1])
+        own_windows, call = self.windows, "cannot be called with text alone"
         try:
-            with torch.no_grad():
-                plain = self.model(input_ids=tokens, use_cache=False).logits[0, 3:].float()
-            self.prefill(tokens, [(0, 3)], slice(0, 1))
-            ragged = self.decode(tokens[:, 3:], 3 * one, 3 * one, slice(0, 1), 6)[0].float()
+            with narrow_windows(self.model, 2):
+                with torch.no_grad():
+                    plain = self.model(input_ids=tokens, use_cache=False).logits[0, 3:].float()
+                call = "cannot be called over a ragged cache"
+                self.windows = windows(self.model.config)
+                self.prefill(tokens, [(0, 3)], slice(0, 1))
+                ragged = self.decode(tokens[:, 3:], 3 * one, 3 * one, slice(0, 1), 6)[0].float()
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise UnsupportedModelError(
-                f"{role} of type {self.model.config.model_type!r} cannot be called over a ragged cache: {error}"
-            ) from error
+            raise UnsupportedModelError(f"{kind} {call}: {error}") from error
+        finally:
+            self.windows = own_windows
         if (difference := beyond_rounding(ragged, plain)) is not None:
             raise UnsupportedModelError(
-                f"{role} of type {self.model.config.model_type!r} gives other logits over a ragged cache than in a plain call "
-                f"({difference})"
+                f"{kind} gives other logits over a ragged cache than in a plain call ({difference})"
             )
 
     def _masks(self, position_ids: Tensor, by_number: bool) -> Tensor | dict[str, Tensor]:
@@ -320,6 +327,12 @@ class RaggedModel:
             self.cache.plan.masks = list(masks.values())
             masks = {kind: torch.full((1, 1, 1, 1), number, device=self.device) for number, kind in enumerate(masks)}
         return attention_masks(self.config, self.dtype, masks)
+
+
+def _usual_tokens(config: PretrainedConfig, vocab_size: int, count: int) -> list[int]:
+    """Ids of which none is for padding, to which some models give no position; any if there are not as many others."""
+    usual = [token for token in range(min(vocab_size, count + 1)) if token != getattr(config, "pad_token_id", None)]
+    return [usual[i % len(usual)] for i in range(count)] if usual else [0] * count
 
 
 def last_valid(values: Tensor, num_valid: Tensor) -> Tensor:

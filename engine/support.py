@@ -1,6 +1,8 @@
 """Which models can be decoded over a ragged cache, checked at load."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -158,6 +160,21 @@ def windows(config: PretrainedConfig) -> dict[str, int | None]:
     if "sliding_attention" in layer_types:
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(layer_types)}
     return {"all": None if layer_types else window}
+
+
+@contextmanager
+def narrow_windows(model: PreTrainedModel, length: int) -> Iterator[None]:
+    """While this is entered, every sliding window of a model is `length` tokens wide, wherever a config or a layer keeps it."""
+    configs = [model.config.get_text_config(), *(getattr(module, "config", None) for module in model.modules())]
+    holders: Any = {id(each): each for each in (*configs, *model.modules())}.values()
+    found = [(each, width) for each in holders if isinstance(width := getattr(each, "sliding_window", None), int)]
+    try:
+        for holder, _ in found:
+            holder.sliding_window = length
+        yield
+    finally:
+        for holder, width in found:
+            holder.sliding_window = width
 
 
 def _declares(config: PretrainedConfig, name: str) -> bool:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import engine
-from engine.model import uses_ragged_kernel
+from engine.model import RaggedModel, uses_ragged_kernel
 from engine.support import context_length, head_sizes
 
 NEW = 12
@@ -200,6 +200,42 @@ def test_linear_scaling_stretches_the_context() -> None:
     both = dict(full_attention=rope | {"factor": 8.0}, sliding_attention=usual)
     config = tiny("gemma3_text", rope_parameters=both, max_position_embeddings=48).config
     assert context_length(config) == 48
+
+
+def test_a_window_that_a_model_has_and_does_not_heed_is_found() -> None:
+    """However wide it is."""
+    with pytest.raises(engine.UnsupportedModelError, match="'moshi' gives other logits over a ragged cache"):
+        engine.load(model_of("moshi", sliding_window=40))
+
+
+def test_a_window_that_only_the_mask_knows_is_found_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.uses_ragged_kernel", lambda model: True)
+    with pytest.raises(engine.UnsupportedModelError, match="'phimoe' gives other logits over a ragged cache"):
+        engine.load(model_of("phimoe"))
+
+
+def test_windows_are_as_before_after_the_probe() -> None:
+    model = model_of("exaone4")
+    target = RaggedModel(model, num_slots=1)
+    assert target.windows == {"full_attention": None, "sliding_attention": WINDOW}
+    assert [each.sliding_window for each in (model.config, *(layer.self_attn for layer in model.model.layers))] == [
+        WINDOW
+    ] * 5
+
+
+@pytest.mark.parametrize("pad", [0, 1])
+def test_positions_that_leave_out_padding_are_found(pad: int) -> None:
+    """As roberta counts them, whatever token is the padding."""
+    with pytest.raises(engine.UnsupportedModelError, match="'roberta' gives other logits over a ragged cache"):
+        engine.load(model_of("roberta", is_decoder=True, pad_token_id=pad))
+
+
+def test_a_model_that_wants_more_than_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("glm4")
+    monkeypatch.setattr(model.model, "norm", torch.nn.Identity())
+    model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(engine.UnsupportedModelError, match="'glm4' cannot be called with text alone: division by zero"):
+        engine.load(model)
 
 
 def test_a_probe_that_gives_nan_is_refused() -> None:
