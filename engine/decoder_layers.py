@@ -21,20 +21,30 @@ class DecoderLayers:
     Args:
         model: any decoder that keeps its layers in one `nn.ModuleList`.
 
+    Attributes:
+        parent: the module that holds the list; in a model that takes images too, of its text side.
+        layers: the list.
+
     Raises:
         UnsupportedModelError: if there is no such list.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._text_config = model, model.config.get_text_config()
-        self._parent, self._name = _find(model, self._text_config)
-        self.layers: nn.ModuleList = getattr(self._parent, self._name)
-        self._config = getattr(self._parent, "config", self._text_config)
+        self.parent, self._name = _find(model, self._text_config)
+        self.layers: nn.ModuleList = getattr(self.parent, self._name)
+        self._config = getattr(self.parent, "config", self._text_config)
         names = ("num_hidden_layers", "layer_types")
         self._own = {name: value for name in names if (value := getattr(self._config, name, None)) is not None}
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the layers' tensors begin with in the model's `state_dict`, before a layer's number."""
+        names: Iterator[str] = (name for name, module in self._model.named_modules() if module is self.layers)
+        return f"{next(names)}."
 
     @contextmanager
     def only(self, layers: Sequence[int]) -> Iterator[None]:
@@ -43,7 +53,7 @@ class DecoderLayers:
         if (types := self._own.get("layer_types")) is not None:
             changes["layer_types"] = [types[layer] for layer in layers]
         try:
-            setattr(self._parent, self._name, nn.ModuleList([self.layers[layer] for layer in layers]))
+            setattr(self.parent, self._name, nn.ModuleList([self.layers[layer] for layer in layers]))
             for name, value in changes.items():
                 setattr(self._config, name, value)
             yield
@@ -52,7 +62,7 @@ class DecoderLayers:
 
     def restore(self) -> None:
         """Give the model all its layers again. An interrupt can end this half-way: call it again then."""
-        setattr(self._parent, self._name, self.layers)
+        setattr(self.parent, self._name, self.layers)
         for name, value in self._own.items():
             setattr(self._config, name, value)
 

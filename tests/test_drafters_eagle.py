@@ -153,6 +153,7 @@ PUBLISHED: dict[str, tuple[Head, dict[str, Any], Change]] = {
         lambda t: [t.update({f"model.{name}": t.pop(name)}) for name in list(t)],
     ),
     "no draft vocabulary": (Head(), dict(draft_vocab_size=None), lambda tensors: None),
+    "a draft vocabulary that the config does not tell": (Head(**REDUCED), dict(draft_vocab_size=None), lambda tensors: None),
     "the target's number of layers": (Head(**REDUCED), dict(num_hidden_layers=36), lambda tensors: None),
     "layers by their outputs": (  # AngelSlim's
         Head(**REDUCED, layers=(2, 5, 6)), dict(eagle_config=None, aux_hidden_states_layer_ids=[1, 4, 5]), lambda tensors: None

@@ -340,7 +340,7 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
     target = four_layers(name)
     decoder, config = DecoderLayers(target), target.config.to_dict()
     with pytest.raises(ZeroDivisionError), decoder.only((1, 2)):
-        assert (len(getattr(decoder._parent, decoder._name)), target.config.num_hidden_layers) == (2, 2)
+        assert (len(getattr(decoder.parent, decoder._name)), target.config.num_hidden_layers) == (2, 2)
         raise ZeroDivisionError
     assert target.config.to_dict() == config
     assert DecoderLayers(target).layers is decoder.layers

@@ -12,7 +12,10 @@ from tiny_models import CONTEXT, VOCAB, WINDOW, greedy, perturbed, random_prompt
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import engine
+from engine.decoder_layers import DecoderLayers
 from engine.pretrained import auto_class
+from engine.training.eagle3 import Eagle3Training
+from engine.training.objectives import DraftModelTraining
 
 NEW = 10
 PROMPTS = [*random_prompts(3, seed=2), list(range(3, 30))]  # the last is longer than a window
@@ -162,3 +165,19 @@ def test_the_class_that_loads_them() -> None:
     assert auto_class(AutoConfig.for_model("llama")) is AutoModelForCausalLM
     assert auto_class(AutoConfig.for_model("gemma3")) is AutoModelForCausalLM
     assert auto_class(AutoConfig.for_model("mistral3")) is not AutoModelForCausalLM
+
+
+@pytest.mark.parametrize("name", ["llava", "mistral3", "smolvlm", "gemma3"])
+def test_heads_and_draft_models_of_targets_that_take_images(name: str) -> None:
+    """Their encoders have layers of their own, which stay as they are."""
+    target = model_of(name, num_hidden_layers=4).float()
+    layers = DecoderLayers(target)
+    head: Any = Eagle3Training(target, (0, 1, 2), torch.arange(VOCAB)).head
+    like_llama = name != "gemma3"
+    assert torch.equal(head.norm.weight, layers.parent.norm.weight) == like_llama
+    small = DraftModelTraining(target, 2).head
+    for mine, theirs in zip(DecoderLayers(small).layers, (layers.layers[0], layers.layers[3]), strict=True):
+        assert torch.equal(mine.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
+    own, theirs = small.state_dict(), target.state_dict()
+    encoder = [key for key in own if "vision" in key]
+    assert encoder and all(torch.equal(own[key], theirs[key]) for key in encoder)

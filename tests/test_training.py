@@ -501,6 +501,27 @@ def test_no_room_for_the_hidden_states(
 
 
 @pytest.mark.usefixtures("no_plot")
+def test_room_for_all_but_a_part_of_the_hidden_states(
+    target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then those of the larger part are not read either."""
+    out = copy_of(whole, tmp_path / "out", "training", "validation", *TRAINING)
+    sizes = {
+        part: sum(file.stat().st_size for file in (whole / "work" / part).iterdir())
+        for part in ("training", "validation")
+    }
+    free, usage = sizes["training"] + sizes["validation"] // 2, shutil.disk_usage(out)
+
+    def less_by_what_is_there(path: Path) -> Any:
+        return usage._replace(free=free - sum(file.stat().st_size for file in out.rglob("hidden-*")))
+
+    monkeypatch.setattr(shutil, "disk_usage", less_by_what_is_there)
+    with pytest.raises(OSError, match=r"hidden states need .*training"):
+        train_drafter(PROMPTS, out, options(target))
+    assert {file.parent.name for file in out.rglob("hidden-*")} == {"validation"}
+
+
+@pytest.mark.usefixtures("no_plot")
 def test_damaged_work_is_named(target: Path, whole: Path, tmp_path: Path) -> None:
     out = copy_of(whole, tmp_path / "out")
     checkpoint = (out / "work" / "checkpoint.pt").read_bytes()

@@ -21,7 +21,7 @@ from engine.training.batches import Batch, batches, collate
 from engine.training.eagle3 import Eagle3Training, Unroll, head_config
 from engine.training.eagle3_files import save_eagle3
 from engine.training.hidden import KeptTexts, Text
-from engine.training.initial_model import frequent_tokens
+from engine.training.initial_model import frequent_tokens, layers_to_keep
 from engine.training.loop import acceptance, evaluate, learning_rate
 from engine.training.losses import LOWEST_RATE, draft_loss
 from engine.training.objectives import (
@@ -32,7 +32,7 @@ from engine.training.objectives import (
     MlpTraining,
     check_num_layers,
 )
-from engine.training.options import LOSSES
+from engine.training.options import LOSSES, TrainingOptions
 from engine.training.soft_labels import SoftLabels
 from engine.training.target_head import TargetHead
 
@@ -437,6 +437,31 @@ def test_a_target_whose_layers_cannot_be_told_apart() -> None:
     ):
         check_num_layers(target, 3)
     assert check_num_layers(target, 5)[1] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("qwen3", dict(hidden_size=36, num_attention_heads=8, head_dim=8), "hidden size .* not a multiple"),
+        ("phi", dict(hidden_size=36, num_attention_heads=4), "rot"),
+    ],
+)
+def test_a_target_of_a_size_that_no_head_can_have(name: str, changes: dict[str, Any], message: str) -> None:
+    """Said before any prompt is answered."""
+    target = tiny(name, **changes)
+    with pytest.raises(
+        ValueError, match=f"(?s)method eagle3 needs a target of whose size .* got '{name}': .*{message}"
+    ):
+        layers_to_keep(target, TrainingOptions("eagle3", "target", layers=(0, 1)))
+
+
+def test_no_rotary_embedding_for_the_layers_that_see_all() -> None:
+    target = target_of()
+    target.config.rope_parameters = {
+        "full_attention": None,
+        "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+    }
+    assert head_config(target.config, 2, 8).rope_parameters["rope_type"] == "default"
 
 
 def test_chains_of_a_large_batch_are_spread_over_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,12 +104,13 @@ def _head_config(files: HeadFiles, tensors: dict[str, Tensor], eagle3: bool, fus
     elif "target_vocab_size" in config:
         layer_config.vocab_size = files.number("target_vocab_size")
     vocab_size = layer_config.vocab_size
+    drafted = tensors["d2t"].numel() if "d2t" in tensors else vocab_size
     return eagle_config(
         layer_config,
         eagle=3 if eagle3 else 1,
         feature_size=files.number("target_hidden_size", layer_config.hidden_size),
         num_features=num_layers if fuses else 1,
-        draft_vocab_size=files.number("draft_vocab_size", vocab_size) if eagle3 else vocab_size,
+        draft_vocab_size=files.number("draft_vocab_size", drafted) if eagle3 else vocab_size,
         fuses=fuses,
         fc_bias="fc.bias" in tensors,
         output_bias="layers.0.self_attn.o_proj.bias" in tensors,

@@ -208,8 +208,9 @@ def start_as_last_layer(head: EagleModel, target: PreTrainedModel, layers: tuple
     """
     if target.config.get_text_config().model_type not in _LIKE_LLAMA:
         return
+    decoder = DecoderLayers(target)
     own: Any = head.layers[0]
-    theirs: Any = DecoderLayers(target).layers[-1]
+    theirs: Any = decoder.layers[-1]
     size = target.config.get_text_config().hidden_size
     for name, part in theirs.named_modules():
         if name.endswith(("q_proj", "k_proj", "v_proj")):
@@ -220,9 +221,9 @@ def start_as_last_layer(head: EagleModel, target: PreTrainedModel, layers: tuple
             own.get_submodule(name).weight.copy_(part.weight)
     own.hidden_norm.weight.copy_(theirs.input_layernorm.weight)
     own.post_attention_layernorm.weight.copy_(theirs.post_attention_layernorm.weight)
-    head.norm.weight.copy_(target.base_model.get_submodule("norm").weight)
+    head.norm.weight.copy_(decoder.parent.get_submodule("norm").weight)
     if head.config.num_features > 1:
-        last = max(i for i, layer in enumerate(layers) if layer < len(DecoderLayers(target).layers))
+        last = max(i for i, layer in enumerate(layers) if layer < len(decoder))
         head.fc.weight.zero_()
         head.fc.weight[:, last * size : (last + 1) * size] = torch.eye(size)
 
@@ -280,6 +281,21 @@ def head_config(target: Any, num_features: int, draft_vocab_size: int) -> Any:
     )
 
 
+def check_head_config(target: Any, num_features: int) -> None:
+    """Check that a head of the target's size can be made.
+
+    Raises:
+        ValueError: naming the method, and why a llama's layer cannot have the target's sizes.
+    """
+    try:
+        with torch.device("meta"):
+            EagleModel(head_config(target, num_features, draft_vocab_size=1))
+    except Exception as error:  # of transformers' checks, which have several types
+        raise ValueError(
+            f"method eagle3 needs a target of whose size there can be a llama's layer, got {target.model_type!r}: {error}"
+        ) from error
+
+
 def _of_all_layers(target: Any, name: str) -> Any:
     """What a config says of its layers; None if it says nothing, or not the same of each, as of gemma4's heads."""
     try:
@@ -291,7 +307,8 @@ def _of_all_layers(target: Any, name: str) -> Any:
 def _rope(target: Any) -> dict[str, Any] | None:
     """Of the target's full attention, over whole heads; without what changes with the length of the text."""
     rope = getattr(target, "rope_parameters", None) or {}
-    rope = {name: value for name, value in rope.get("full_attention", rope).items() if name != "partial_rotary_factor"}
+    rope = rope.get("full_attention", rope) or {}
+    rope = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
     if not rope:
         return None
     fixed = rope.get("rope_type", "default") in _FIXED_ROPE

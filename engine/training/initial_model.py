@@ -13,7 +13,7 @@ from ..heads import find_head
 from ..hub import existing_path
 from ..support import vocab_size
 from .answers import Answer
-from .eagle3 import Eagle3Training
+from .eagle3 import Eagle3Training, check_head_config
 from .objectives import DraftModelTraining, MedusaTraining, MlpTraining, check_num_layers
 from .options import TrainingOptions
 
@@ -39,6 +39,7 @@ def layers_to_keep(target: PreTrainedModel, options: TrainingOptions) -> tuple[i
     layers = options.layers
     if max(layers) > count:
         raise ValueError(f"layers must be in [0, {count}], as the target has {count} layers, got {list(layers)}")
+    check_head_config(config, len(layers))
     return layers if layers[-1] == count else (*layers, count)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import check_int
+from ..decoder_layers import DecoderLayers
 from ..drafters.medusa import MedusaDrafter
 from ..drafters.medusa_model import MedusaHeads
 from ..drafters.mlp import MlpSpeculator, MlpSpeculatorDrafter
@@ -174,8 +175,8 @@ class DraftModelTraining(HeadTraining):
         super().__init__(target, num_steps=1, loss=loss)
         config, kept = check_num_layers(target, num_layers)
         self.head: Any = type(target)(config).float()
-        theirs = target.state_dict()
-        self.head.load_state_dict({name: theirs[_of_layer(name, kept)] for name in self.head.state_dict()})
+        theirs, prefix = target.state_dict(), DecoderLayers(target).prefix
+        self.head.load_state_dict({name: theirs[_of_layer(name, prefix, kept)] for name in self.head.state_dict()})
         for module in (self.head.get_input_embeddings(), self.head.get_output_embeddings()):
             module.requires_grad_(False)
         self.head.eval()  # see `train`
@@ -205,7 +206,7 @@ def check_num_layers(target: PreTrainedModel, num_layers: int) -> tuple[Any, lis
     """
     config = copy.deepcopy(target.config)
     text = config.get_text_config()
-    count = text.num_hidden_layers
+    count, prefix = text.num_hidden_layers, DecoderLayers(target).prefix
     check_int("num_layers", num_layers, 1, count)
     kept = [round(i * (count - 1) / max(num_layers - 1, 1)) for i in range(num_layers)]
     for name in _PER_LAYER:
@@ -220,7 +221,7 @@ def check_num_layers(target: PreTrainedModel, num_layers: int) -> tuple[Any, lis
     with torch.device("meta"):
         wanted, theirs = (type(target)(each).state_dict() for each in (config, target.config))
     for name, value in wanted.items():
-        if (found := theirs.get(_of_layer(name, kept))) is None or found.shape != value.shape:
+        if (found := theirs.get(_of_layer(name, prefix, kept))) is None or found.shape != value.shape:
             raise ValueError(
                 f"method draft-model needs a target whose layers are alike, or which says how they differ in a way that is known "
                 f"here; with num_layers = {num_layers} of {type(target).__name__}'s {count}, {name} would not be a copy"
@@ -228,11 +229,9 @@ def check_num_layers(target: PreTrainedModel, num_layers: int) -> tuple[Any, lis
     return config, kept
 
 
-def _of_layer(name: str, kept: list[int]) -> str:
+def _of_layer(name: str, prefix: str, kept: list[int]) -> str:
     """The target's name of a tensor: layer i here is layer kept[i] there."""
-    parts = name.split(".")
-    for index, part in enumerate(parts[:-1]):
-        if part in ("layers", "h", "blocks") and parts[index + 1].isdigit():
-            parts[index + 1] = str(kept[int(parts[index + 1])])
-            break
-    return ".".join(parts)
+    if not name.startswith(prefix):
+        return name
+    place, _, rest = name.removeprefix(prefix).partition(".")
+    return f"{prefix}{kept[int(place)]}.{rest}"

@@ -96,8 +96,9 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         texts = _kept_texts(target, parts, layers, work, limit)
         if not is_done(work, options.epochs):  # if it is, they may have been deleted, for the room that they take
             room = math.inf if options.max_disk_gb is None else options.max_disk_gb * 1e9
-            texts["training"].write(room - texts["validation"].num_bytes)
+            # The smaller part first: that the disk has room for the other is looked at before that is read.
             texts["validation"].write(room)
+            texts["training"].write(room - texts["validation"].num_bytes)
         objective = objective_of(target, parts["training"], options, start)
         if isinstance(objective, Eagle3Training):  # what it came to, for the card
             options = replace(options, draft_vocab_size=len(objective.draft_ids))
