@@ -175,7 +175,7 @@ def kept_masses(rows, batch, column, row, memory, threshold, left_out, inverse_t
     group = listed_groups(memory, row, 0, count, BLOCKS)
     x = read(rows, batch, column, group_ids(group))
     next_group = listed_groups(memory, row, BLOCKS, count, BLOCKS)
-    for start in range(2 * BLOCKS, count + 2 * BLOCKS, BLOCKS):
+    for start in tl.range(2 * BLOCKS, count + 2 * BLOCKS, BLOCKS, disable_licm=True):  # as in find_threshold
         ahead = read(rows, batch, column, group_ids(next_group))  # on its way during what follows
         x = tl.where((x >= threshold) & (group_ids(group) != left_out), x, float("-inf"))
         peak = tl.max(x, axis=1)

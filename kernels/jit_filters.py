@@ -75,7 +75,7 @@ def _sweep(rows, batch, column, row, memory, count, low, high, cut_off, best, in
     uncut_mass = tl.zeros([BLOCKS, LANES // 8], tl.float32)
     x = read_listed(rows, batch, column, memory, row, 0, count, BLOCKS)
     ahead = read_listed(rows, batch, column, memory, row, BLOCKS, count, BLOCKS)
-    for start in range(2 * BLOCKS, count + 2 * BLOCKS, BLOCKS):
+    for start in tl.range(2 * BLOCKS, count + 2 * BLOCKS, BLOCKS, disable_licm=True):  # as in find_threshold
         beyond = read_listed(rows, batch, column, memory, row, start, count, BLOCKS)  # on its way during what follows
         above = x >= most
         within = (x >= least) & (x < most) & (x > float("-inf"))
@@ -231,7 +231,9 @@ def find_threshold(
         # `values` holds all logits in [low, high), in lists of `found` [BLOCKS] each. There are `over` more above.
         low, over = lowest, tl.zeros([], tl.int32)
         found = tl.minimum(tl.maximum(vocab_size.to(tl.int32) - tl.arange(0, BLOCKS) * ROOM, 0), ROOM)
-        for stage in range(2):  # top-k, top-p
+        # What both stages use, such as the addresses of a thread's parts, would be worked out before the loop and hold registers
+        # throughout: some ten of 128. So nothing moves out of it.
+        for stage in tl.range(2, disable_licm=True):  # top-k, top-p
             by_count = stage == 0
             if tl.where(by_count, k > 0, p < 1):
                 wanted = tl.where(by_count, k.to(tl.float32), p * mass)
@@ -264,11 +266,11 @@ def find_threshold(
 
 @triton.jit
 def filter_row(
-    rows, batch, column, row, memory, best, total, inverse_temperature, greedy, filters,
+    rows, batch, column, row, memory, threshold, best, total, inverse_temperature, greedy, filters,
     SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """`find_threshold` for any row. Greedy rows and rows without a distribution are not filtered."""
-    threshold, mass, listed = tl.full([], float("-inf"), tl.float32), total, tl.full([], -1, tl.int32)
+    """`find_threshold` for any row. Greedy rows and rows without a distribution are not filtered: they keep `threshold` and `total`."""
+    mass, listed = total, tl.full([], -1, tl.int32)
     if (tl.abs(best) < float("inf")) & (not greedy):
         threshold, mass, listed = find_threshold(
             rows, batch, column, row, memory, best, total, inverse_temperature, filters, SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,

@@ -53,7 +53,7 @@ def leave_row(
     threshold = tl.full([], float("-inf"), tl.float32)
     if FILTERED:
         threshold, total, listed = filter_row(
-            target, batch, column, row, memory, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT,
+            target, batch, column, row, memory, threshold, best, total, inverse_temperature, greedy, filters, SHIFT, SAMPLE_SHIFT,
             NUM_GROUPS, BLOCKS,
         )  # fmt: skip
         tl.store(as_int(row_at(memory, ROW_LISTED, row)), listed)

@@ -63,13 +63,13 @@ def row_stats_kernel(
     if arrive(counters + row, num_programs):
         best, total, row_argmax = fetch_stats(row, memory, inverse_temperature, NUM_BLOCKS)
         tl.store(argmax + row, row_argmax.to(tl.int64))  # first, which frees its register for the search
-        least = tl.full([], float("-inf"), tl.float32)
+        least = tl.where(greedy, best, float("-inf"))  # before the search, which has registers for little else
         if FILTERED:
             least, total, _ = filter_row(
-                rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
+                rows, batch, column, row, memory, least, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
                 SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
             )  # fmt: skip
-        tl.store(threshold + row, tl.where(greedy, best, least))
+        tl.store(threshold + row, least)
         tl.store(lse + row, log_sum_exp(best, total, inverse_temperature))
 
 

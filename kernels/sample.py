@@ -58,7 +58,7 @@ def sample_kernel(
         least = tl.full([], float("-inf"), tl.float32)
         if FILTERED:
             least, total, _ = filter_row(
-                rows, batch, column, row, memory, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
+                rows, batch, column, row, memory, least, best, total, inverse_temperature, greedy, (top_k, top_p, min_p),
                 SHIFT, SAMPLE_SHIFT, NUM_GROUPS, BLOCKS,
             )  # fmt: skip
         row_lse = log_sum_exp(best, total, inverse_temperature)

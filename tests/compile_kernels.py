@@ -36,6 +36,7 @@ VOCABS = {"even": 151_936, "odd": 50_257}  # rows that start on 16 bytes, and ro
 # Rules, with full drafts or one-hot ones. A sample of them, and the fewest that launch every kernel.
 SAMPLE = (("rejection", False), ("block", True), ("coupled", False), ("typical", False))
 BRIEF = SAMPLE[:3]
+PACKED = ("rejection", "block")  # rules of which the sample has packed rows
 BATCH = 2
 SERVED = ("rejection", "coupled")  # methods of the calls that vary while serving; all would take three times as long
 UNALIGNED = 50_264  # sequences of some widths begin on 16 elements, those of others do not
@@ -91,7 +92,7 @@ def variants(dtypes: list[str], whole: bool, brief: bool) -> Iterator[tuple[str,
                 call = partial(verify, target, *proposal, **more, **where, method=method)
                 kind = f"{label}, {method}, {'full' if full else 'one-hot'}"
                 yield kind, call
-                if whole or (option == "plain" and not brief):
+                if whole or (option == "plain" and not brief and method in PACKED):
                     begins = dict(cu_num_logits=width * torch.arange(BATCH + 1, dtype=torch.int32))
                     packed = target.flatten(0, 1), *proposal
                     yield f"{kind}, packed", partial(verify, *packed, **more, **where, **begins, method=method)
