@@ -58,7 +58,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several groups of answers, several files of hidden states, a checkpoint after every step."""
     monkeypatch.setattr(answers, "_BATCHES_PER_GROUP", 2)
-    monkeypatch.setattr(hidden, "TEXTS_PER_FILE", 8)
+    monkeypatch.setattr(hidden, "TEXTS_PER_GROUP", 8)
     clock = iter(range(0, 1_000_000, 1000))
     monkeypatch.setattr(loop, "_now", lambda: next(clock))
 
@@ -74,7 +74,7 @@ def whole(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run leaves that nothing interrupts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "_BATCHES_PER_GROUP", 2)
-        patch.setattr(hidden, "TEXTS_PER_FILE", 8)
+        patch.setattr(hidden, "TEXTS_PER_GROUP", 8)
         return train_drafter(PROMPTS, tmp_path_factory.mktemp("whole") / "out", options(target))
 
 
@@ -495,7 +495,7 @@ def test_no_room_for_the_hidden_states(
         train_drafter(PROMPTS, out, options(target))
     assert not list(out.rglob("hidden-*"))
     monkeypatch.undo()
-    monkeypatch.setattr(hidden, "TEXTS_PER_FILE", 8)
+    monkeypatch.setattr(hidden, "TEXTS_PER_GROUP", 8)
     train_drafter(PROMPTS, out, options(target))
     assert_same(out, whole)
 
@@ -961,7 +961,7 @@ _EVERY_STEP = """
 import itertools, sys
 from engine.cli import main
 from engine.training import answers, hidden, loop
-answers._BATCHES_PER_GROUP, hidden.TEXTS_PER_FILE = 2, 8
+answers._BATCHES_PER_GROUP, hidden.TEXTS_PER_GROUP = 2, 8
 loop._now = itertools.count(0, 1000).__next__
 sys.exit(main())
 """

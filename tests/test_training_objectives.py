@@ -1,6 +1,7 @@
 """What training computes: the unrolled EAGLE-3 steps, the losses, the labels; and that drafters draft what was trained."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -593,7 +594,7 @@ def kept_texts(folder: Path) -> KeptTexts:
     """30 texts in three groups, none in a file."""
     answers = [Answer(list(range(2, 4 + i % 5)), list(range(10, 11 + i))) for i in range(30)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.training.hidden.TEXTS_PER_FILE", 12)
+        patch.setattr("engine.training.hidden.TEXTS_PER_GROUP", 12)
         return KeptTexts(target_of(), answers, (1, 2), folder, 20)
 
 
@@ -627,6 +628,18 @@ def test_texts_for_which_there_is_no_room(kept: KeptTexts, tmp_path: Path) -> No
     other.write(bytes_of_first)  # which has less room by now
     assert [file.exists() for file in other.files] == [True, False, False]
     assert bytes_of_first < of_first < 1.5 * bytes_of_first
+
+
+def test_groups_take_so_many_bytes_at_most(kept: KeptTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless one text takes more. They hold the same texts, in the same order."""
+    answers = [answer for group in kept._groups for answer in group]
+    for tokens in (50, 10):
+        monkeypatch.setattr("engine.training.hidden.BYTES_PER_GROUP", most := tokens * (2 * 32 * 4 + 8))
+        other = KeptTexts(target_of(), answers, (1, 2), tmp_path, 20)
+        sizes = [other._bytes(group) for group in other._groups]
+        assert all(size <= most or len(group) == 1 for size, group in zip(sizes, other._groups, strict=True))
+        assert [answer for group in other._groups for answer in group] == answers
+        assert all(sum(pair) > most for pair in itertools.pairwise(sizes)) and len(sizes) > 3
 
 
 def test_batches_hold_every_text_once(kept: KeptTexts) -> None:

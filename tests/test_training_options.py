@@ -188,7 +188,7 @@ def test_hidden_states_of_both_parts_stay_within_the_room(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, up_to_the_training: Any
 ) -> None:
     """`max_disk_gb` is for all of them; those of the validation, which every epoch reads whole, go first."""
-    monkeypatch.setattr(hidden, "TEXTS_PER_FILE", 4)
+    monkeypatch.setattr(hidden, "TEXTS_PER_GROUP", 4)
 
     def written(part: hidden.KeptTexts) -> list[float]:
         """Bytes in each file that is there."""

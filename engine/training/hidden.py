@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from .answers import Answer
 from .files import replacing
 
-TEXTS_PER_FILE = 256
+# At most of one group, of which several are in memory at once; a single text may take more bytes.
+TEXTS_PER_GROUP, BYTES_PER_GROUP = 256, 10**9
 _TOKENS_PER_CALL = 4096
 
 
@@ -36,8 +37,8 @@ class Text(NamedTuple):
 
 
 class KeptTexts:
-    """Texts with their hidden states, `TEXTS_PER_FILE` to a group: a group is in its file or, where there is none, the target
-    reads it each time that it is asked for.
+    """Texts with their hidden states, in groups: a group is in its file or, where there is none, the target reads it each time that
+    it is asked for.
 
     Args:
         layers: in the counting of `HiddenStates`, the last one that of the head's input.
@@ -52,7 +53,7 @@ class KeptTexts:
         self, model: PreTrainedModel, answers: Sequence[Answer], layers: Sequence[int], folder: Path, max_length: int
     ) -> None:
         self._model, self._layers, self._max_length = model, layers, max_length
-        self._groups = [answers[begin : begin + TEXTS_PER_FILE] for begin in range(0, len(answers), TEXTS_PER_FILE)]
+        self._groups = list(self._grouped(answers))
         self._folder = folder
         self.files = [folder / f"hidden-{index:05}.safetensors" for index in range(len(self._groups))]
         for file in self.files:
@@ -65,18 +66,18 @@ class KeptTexts:
     def __getitem__(self, index: int) -> list[Text]:
         if self.files[index].exists():
             return read_texts(self.files[index])
-        with self._bar(self._tokens(index), leave=False) as bar:
+        with self._bar(self._tokens(self._groups[index]), leave=False) as bar:
             return self._read(index, bar)
 
     @property
     def num_tokens(self) -> int:
         """Of all texts."""
-        return sum(map(self._tokens, range(len(self))))
+        return sum(map(self._tokens, self._groups))
 
     @property
     def num_bytes(self) -> int:
         """Of all files."""
-        return sum(map(self._bytes, range(len(self))))
+        return sum(map(self._bytes, self._groups))
 
     def write(self, room: float = math.inf) -> None:
         """Make the files that are not there yet, one after the other, as long as all files take at most `room` bytes; those beyond,
@@ -85,28 +86,41 @@ class KeptTexts:
         Raises:
             OSError: before any work, if the disk has not as much; or if a file cannot be written. What is there stays.
         """
-        sizes = list(itertools.accumulate(map(self._bytes, range(len(self)))))
+        sizes = list(itertools.accumulate(map(self._bytes, self._groups)))
         for file, size in zip(self.files, sizes, strict=True):
             if size > room:
                 file.unlink(missing_ok=True)
         todo = [i for i, size in enumerate(sizes) if size <= room and not self.files[i].exists()]
-        needed = sum(map(self._bytes, todo))
+        needed = sum(self._bytes(self._groups[i]) for i in todo)
         free = shutil.disk_usage(self._folder).free
         if needed > 0.95 * free:
             raise OSError(
                 f"hidden states need {needed / 1e9:.1f} GB in {self._folder}, where {free / 1e9:.1f} GB are free: give a lower "
                 f"max_disk_gb, fewer prompts or another --out"
             )
-        with self._bar(sum(map(self._tokens, todo))) as bar:
+        with self._bar(sum(self._tokens(self._groups[i]) for i in todo)) as bar:
             for index in todo:
                 _write(self.files[index], self._read(index, bar))
 
-    def _bytes(self, index: int) -> int:
-        width: int = len(self._layers) * self._model.config.get_text_config().hidden_size * self._model.dtype.itemsize
-        return self._tokens(index) * (width + 8)
+    def _grouped(self, answers: Sequence[Answer]) -> Iterator[list[Answer]]:
+        group: list[Answer] = []
+        size = 0
+        for answer in answers:
+            more = self._bytes([answer])
+            if group and (len(group) == TEXTS_PER_GROUP or size + more > BYTES_PER_GROUP):
+                yield group
+                group, size = [], 0
+            group.append(answer)
+            size += more
+        if group:
+            yield group
 
-    def _tokens(self, index: int) -> int:
-        return sum(min(len(a.prompt_token_ids) + len(a.token_ids), self._max_length) for a in self._groups[index])
+    def _bytes(self, group: Sequence[Answer]) -> int:
+        width: int = len(self._layers) * self._model.config.get_text_config().hidden_size * self._model.dtype.itemsize
+        return self._tokens(group) * (width + 8)
+
+    def _tokens(self, group: Sequence[Answer]) -> int:
+        return sum(min(len(a.prompt_token_ids) + len(a.token_ids), self._max_length) for a in group)
 
     @staticmethod
     def _bar(tokens: int, leave: bool = True) -> tqdm:
