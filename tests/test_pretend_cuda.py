@@ -252,7 +252,7 @@ class Pauses(FixedLength):
         return next(self.asked, 2)
 
 
-@pytest.mark.parametrize("name", ["model", "eagle"])
+@pytest.mark.parametrize("name", ["model", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_what_makes_up_for_a_pause_is_a_few_graphs(device: Device, name: str) -> None:
     """And not one for each length of a pause: what a drafter reads beyond what it lacks changes nothing."""
     texts, drafts, params = [], [], engine.SamplingParams(max_new_tokens=36)
