@@ -70,8 +70,10 @@ def read_checkpoint(
             options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
     try:
         model = whole_model(location, config, dtype=dtype, **options)
-    except (OSError, MemoryError):
+    except MemoryError:
         raise
+    except OSError as error:
+        raise OSError(f"{role} must be a checkpoint that can be read; loading {source} failed: {error}") from error
     except ImportError as error:
         raise ImportError(f"{role} needs a package that is not there; loading {source} failed: {error}") from error
     except Exception as error:  # safetensors and transformers have many kinds for damaged weights

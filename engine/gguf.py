@@ -21,16 +21,17 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from .pretrained import whole_model
+from .support import check_config
 from .whole_files import written_whole
 
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "SPECULATIVE_ENGINE_CACHE"
 _MANIFEST = "manifest.json"
-_FORMAT = 1  # of the converted folder; part of its name
+_FORMAT = 2  # of the converted folder; part of its name
 _SCRATCH = ".converting-"
 _A_DAY = 86_400  # seconds; no conversion takes as long
 
@@ -42,20 +43,27 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
         role: what the file is, for messages.
 
     Raises:
-        ValueError: if the file is no GGUF file, or is truncated.
+        ValueError: if the file is no GGUF file, is truncated, is one part of several, or changes meanwhile.
+        UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
         ImportError: without the package gguf, or others that transformers reads such files through.
-        OSError: if the cache folder cannot be written (the environment variable SPECULATIVE_ENGINE_CACHE moves it).
+        OSError: if the file cannot be read, or the cache folder not written (the environment variable SPECULATIVE_ENGINE_CACHE moves it).
     """
-    root = _cache_root()
-    folder = root / f"{path.stem}-{str(dtype).removeprefix('torch.')}-{_fingerprint(path, root)}"
-    if folder.exists():
-        if _is_intact(folder):
-            return folder
-        logger.warning("the converted checkpoint %s is damaged: making it anew from %s", folder, path)
+    path, root = path.resolve(), _cache_root()
+    try:
+        state = _state(path)
+        folder = root / f"{_fingerprint(path, root)}-{str(dtype).removeprefix('torch.')}"
+    except OSError as error:
+        raise OSError(f"{role} must be a file that can be read, got {path}: {error}") from error
+    if _is_intact(folder):
+        return folder
     _check_file(path, role)
     with _written(root), tempfile.TemporaryDirectory(dir=root, prefix=_SCRATCH) as scratch:
+        if folder.exists():
+            logger.warning("the converted checkpoint %s is damaged: making it anew from %s", folder, path)
         made = Path(scratch) / "checkpoint"
         _convert(path, dtype, made, role)
+        if _state(path) != state:
+            raise ValueError(f"{role} must not change while it is converted, got {path}, which did")
         _write_manifest(made)
         for file in made.iterdir():  # safetensors 0.8 makes files that their owner alone can read
             shutil.copymode(made / _MANIFEST, file)
@@ -95,25 +103,47 @@ def _written(root: Path) -> Iterator[None]:
 
 
 def _convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
-    options: dict[str, Any] = {"gguf_file": path.name, "dtype": dtype}
-    if hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed unless told otherwise
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     logger.info("converting %s", path)
+    # Nothing but the file is to be read: not what lies beside it, nor a file of its name in the working directory. So the location
+    # that transformers is told is an empty folder, and the name is the whole path.
+    nowhere = folder.with_name("empty")
+    nowhere.mkdir()
+    options: dict[str, Any] = {"gguf_file": str(path), "trust_remote_code": False}
+    with _as_errors_of(path, role):
+        config = AutoConfig.from_pretrained(nowhere, **options)
+    check_config(config, role)
+    weights: dict[str, Any] = {"gguf_file": str(path), "dtype": dtype}
+    if hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed unless told otherwise
+        weights["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with _as_errors_of(path, role):
+        model = whole_model(nowhere, **weights)
+        tokenizer = AutoTokenizer.from_pretrained(nowhere, **options) if _has_tokenizer(path) else None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # the weights are plain now
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _as_errors_of(path: Path, role: str) -> Iterator[None]:
+    """What transformers raises while it reads a file as an error that names the file."""
     try:
-        model = whole_model(path.parent, **options)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        yield
     except (ImportError, MemoryError):
         raise
     except Exception as error:
         raise ValueError(f"{role} must be a GGUF file of a supported architecture; {path} failed: {error}") from error
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # the weights are plain now
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+
+
+def _has_tokenizer(path: Path) -> bool:
+    from gguf import GGUFReader
+
+    return "tokenizer.ggml.tokens" in GGUFReader(path).fields
 
 
 def _check_file(path: Path, role: str) -> None:
-    """Magic, header and, through it, the length that the file must have."""
+    """Magic, header and, through it, the length that the file must have; and that it is the whole model."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{role} must be a GGUF file, got {path}, which does not begin with 'GGUF'")
@@ -122,25 +152,35 @@ def _check_file(path: Path, role: str) -> None:
     except ImportError as error:
         raise ImportError(f"{role} is a GGUF file, which needs the package gguf (pip install gguf): {error}") from error
     try:
-        tensors = GGUFReader(path).tensors
+        reader = GGUFReader(path)
+        tensors, parts = reader.tensors, reader.fields.get("split.count")
+        num_parts = 1 if parts is None else int(parts.parts[-1][0])
+        knows_layers = any(name.endswith(".block_count") for name in reader.fields)
         end = max((int(tensor.data_offset + tensor.n_bytes) for tensor in tensors), default=0)
     except Exception as error:  # the reader fails in many ways on a file that ends too early
         raise ValueError(
             f"{role} must be a whole GGUF file, got {path}, which is truncated or damaged: {error}"
         ) from error
+    if num_parts > 1:
+        raise ValueError(
+            f"{role} must be one whole GGUF file, got {path}, one of {num_parts} parts: merge them first (llama-gguf-split --merge)"
+        )
     if not tensors or end > path.stat().st_size:
         raise ValueError(
             f"{role} must be a whole GGUF file, got {path} with {path.stat().st_size} bytes of at least {end}: truncated"
+        )
+    if not knows_layers:  # transformers would make them up, of 7B parameters
+        raise ValueError(
+            f"{role} must be a GGUF file of a language model, got {path}, which names no number of layers (block_count)"
         )
 
 
 def _fingerprint(path: Path, root: Path) -> str:
     """Name of a file's content, and of how it is converted. The cache folder keeps it for as long as the file is not written to, as
     to read gigabytes takes seconds."""
-    stat = path.stat()
-    state = [_FORMAT, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-    place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-    note = root / f"{path.stem}-{place}.json"
+    state = [_FORMAT, *_state(path)]
+    place = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    note = root / f"{place}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(note.read_text())
         if kept["state"] == state:
@@ -153,6 +193,12 @@ def _fingerprint(path: Path, root: Path) -> str:
         with written_whole(note) as (partial,):
             partial.write_text(json.dumps({"state": state, "fingerprint": fingerprint}))
     return fingerprint
+
+
+def _state(path: Path) -> list[int]:
+    """What changes when a file is written to, or another one takes its place."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _checksum(path: Path) -> int:
