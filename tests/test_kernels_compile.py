@@ -49,16 +49,23 @@ def show(records: list[dict[str, Any]]) -> None:
         )
 
 
+# Bytes a thread that fp32 kernels are known to spill under Triton 3.7 (see kernels/README.md), by target, kernel and whether there are
+# filters: more than 128 registers would let half as many programs run.
+KNOWN_SPILLS = {
+    ("cuda:80", "verify_kernel", True): 8,
+    ("cuda:100", "verify_kernel", True): 8,
+    ("cuda:100", "sample_kernel", True): 16,
+    ("cuda:100", "sample_kernel", False): 32,
+}
+
+
 def most_spilled(record: dict[str, Any]) -> int:
-    """Bytes a thread that are known to be spilled (see kernels/README.md): more than 128 registers would let half as many programs run."""
-    variant, target = record["variant"], record["target"]
+    """Bytes a thread that may be spilled: those that are known."""
     if TRITON == "3.9":
         return 32
-    if TRITON != "3.7" or target.startswith("hip") or not variant.startswith("float32"):
+    if TRITON != "3.7" or not record["variant"].startswith("float32"):
         return 0
-    if "filtered" in variant:
-        return 16
-    return 32 if target == "cuda:100" and record["kernel"] == "sample_kernel" else 0
+    return KNOWN_SPILLS.get((record["target"], record["kernel"], "filtered" in record["variant"]), 0)
 
 
 def assert_good(records: list[dict[str, Any]]) -> None:
