@@ -1,6 +1,6 @@
 """Triton's interpreter, made several times faster: most of its time goes into its own bookkeeping, not into the values.
 
-Nothing here changes what a kernel computes.
+Nothing here changes what a kernel computes, but for numbers that become bfloat16: they are rounded, as on a GPU.
 """
 
 import inspect
@@ -18,7 +18,7 @@ def quicken() -> None:
     see_equal_types()
     pass_equal_operands()
     convert_directly()
-    shift_bfloat16()
+    round_to_bfloat16()
     say_nothing_of_values()
     patch_the_language_once()
     check_overflow(False)
@@ -240,6 +240,22 @@ def pass_equal_operands() -> None:
     core._unwrap_if_constexpr = lambda value: value if type(value) in values else unwrap(value)
 
 
+def maker() -> Any:
+    """Of a value with the shape of another: what its constructor and its handle's would look up is known."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    tensor, handle, new = core.tensor, interpreter.TensorHandle, object.__new__
+
+    def make(data: Any, dtype: Any, type: Any, like: Any) -> Any:
+        value, inner = new(tensor), new(handle)
+        inner.data, inner.dtype, inner.attr = data, dtype, {}
+        value.handle, value.type, value.dtype, value.shape, value.numel = inner, type, dtype, like.shape, like.numel
+        return value
+
+    return make
+
+
 CALCULATED = {"fp32", "fp64", "int32", "int64", "uint32", "uint64"}  # dtypes that NumPy has, too
 SUMMED = set(CALCULATED)  # whose sums, differences and products are NumPy's: see `check_overflow`
 BITS = {"int1", "int32", "int64", "uint32", "uint64"}
@@ -250,9 +266,9 @@ def calculate_directly(function: Any, call: Any) -> Any:
     have one shape, or one is a scalar or a number."""
     import numpy as np
     import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle, interpreter_semantic
+    from triton.runtime.interpreter import interpreter_semantic
 
-    tensor, constexpr, boolean = tl.core.tensor, tl.core.constexpr, tl.int1
+    tensor, constexpr, boolean, make = tl.core.tensor, tl.core.constexpr, tl.int1, maker()
     if function is inspect.unwrap(tl.core.where):
         return choose_directly(call)
     if function is not inspect.unwrap(vars(tensor).get(function.__name__, call)):
@@ -279,7 +295,7 @@ def calculate_directly(function: Any, call: Any) -> Any:
     def calculate(self: Any, other: Any) -> Any:
         if isinstance(other, constexpr):
             other = other.value
-        dtype, kind = self.dtype, type(other)
+        dtype, kind, like = self.dtype, type(other), self
         if dtype.name not in dtypes:
             return add_offset(self, other) if step is np.add else call(self, other)
         of_both = self.type
@@ -291,7 +307,7 @@ def calculate_directly(function: Any, call: Any) -> Any:
                 return calculate(cast(self, common), cast(other, common))
             if other.shape is not self.shape:
                 if not of_both.is_block():
-                    of_both = other.type
+                    of_both, like = other.type, other
                 elif other.type.is_block():
                     return call(self, other)
             data = step(self.handle.data, other.handle.data)
@@ -302,12 +318,12 @@ def calculate_directly(function: Any, call: Any) -> Any:
         else:
             return call(self, other)
         if compares:
-            return tensor(TensorHandle(data, boolean), of_both.with_element_ty(boolean))
-        return tensor(TensorHandle(data, dtype), of_both)
+            return make(data, boolean, of_both.with_element_ty(boolean), like)
+        return make(data, dtype, of_both, like)
 
     def add_offset(self: Any, offset: Any) -> Any:
         """A pointer, or pointers, and how many elements behind it."""
-        pointer, of_both = self.dtype, self.type
+        pointer, of_both, like = self.dtype, self.type, self
         if not isinstance(pointer, tl.core.pointer_type):
             return call(self, offset)
         size = max(8, pointer.element_ty.primitive_bitwidth) // 8
@@ -316,13 +332,13 @@ def calculate_directly(function: Any, call: Any) -> Any:
         elif type(offset) is tensor and offset.dtype.name in OFFSETS:
             if offset.shape is not self.shape:
                 if not of_both.is_block():
-                    of_both = offset.type.with_element_ty(pointer)
+                    of_both, like = offset.type.with_element_ty(pointer), offset
                 elif offset.type.is_block():
                     return call(self, offset)
             behind = offset.handle.data.astype(np.uint64) * np.uint64(size)
         else:
             return call(self, offset)
-        return tensor(TensorHandle(self.handle.data + behind, self.handle.dtype), of_both)
+        return make(self.handle.data + behind, self.handle.dtype, of_both, like)
 
     # Beside these dtypes, numbers from here on become the same constant in Triton and in NumPy.
     lowest = {"fp32": -(2**31), "int32": -(2**31), "int64": -(2**31), "uint32": 0, "uint64": 0}
@@ -333,9 +349,8 @@ def choose_directly(call: Any) -> Any:
     """`tl.where` for blocks, or a block and a scalar or a number, of one dtype."""
     import numpy as np
     import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
 
-    tensor = tl.core.tensor
+    tensor, make = tl.core.tensor, maker()
 
     def where(condition: Any, x: Any, y: Any, **kwargs: Any) -> Any:
         whole = x if type(x) is tensor and x.type.is_block() else y
@@ -354,53 +369,54 @@ def choose_directly(call: Any) -> Any:
                 chosen.append(np.float32(value))
             else:
                 return call(condition, x, y, **kwargs)
-        return tensor(TensorHandle(np.where(condition.handle.data, *chosen), dtype), whole.type)
+        return make(np.where(condition.handle.data, *chosen), dtype, whole.type, whole)
 
     return where
 
 
 def convert_directly() -> None:
-    """Between dtypes that NumPy has, too, and from truth values."""
-    from triton.language import core
+    """Between dtypes that NumPy has, too, and from truth values; and between float32 and bfloat16."""
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    convert, tensor, handle = TritonSemantic.cast, core.tensor, interpreter.TensorHandle
-    sources = {"int1", *CALCULATED}
+    convert, make = TritonSemantic.cast, maker()
+    sources, shifted = {"int1", *CALCULATED}, {"bf16", "fp32"}
 
     def cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         source, target = input.dtype, dst_ty.scalar
         if source is target:
             return input
-        if fp_downcast_rounding is not None or source.name not in sources or target.name not in CALCULATED:
+        if fp_downcast_rounding is None and source.name != target.name and {source.name, target.name} == shifted:
+            data = interpreter._convert_float(input.handle.data, source, target, None)
+            data = data.view(interpreter._get_np_dtype(target))
+        elif fp_downcast_rounding is not None or source.name not in sources or target.name not in CALCULATED:
             return convert(self, input, dst_ty, fp_downcast_rounding)
-        if source.name == target.name:
+        elif source.name == target.name:
             return input
-        data = input.handle.data.astype(interpreter._get_np_dtype(target))
-        return tensor(handle(data, target), input.type.with_element_ty(target))
+        else:
+            data = input.handle.data.astype(interpreter._get_np_dtype(target))
+        return make(data, target, input.type.with_element_ty(target), input)
 
     TritonSemantic.cast = cast
 
 
-def shift_bfloat16() -> None:
-    """It is the upper half of a float32. Subnormal numbers are left to the interpreter, which takes every number apart."""
+def round_to_bfloat16() -> None:
+    """To the nearest number, of two the even one, and subnormal ones too, as GPUs do: the interpreter cuts off."""
     import numpy as np
     from triton.runtime import interpreter
 
-    convert = interpreter._convert_float
-    lowest = {
-        "bf16": (np.uint16, 0x7FFF, 0x80),
-        "fp32": (np.uint32, 0x7FFF_FFFF, 0x80_0000),
-    }  # bits, all but the sign, 2**-126
+    convert, names, upper = interpreter._convert_float, {"bf16", "fp32"}, np.uint32(16)  # bits of a float32
 
     def convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
-        if rounding_mode is None and {input_dtype.name, output_dtype.name} == lowest.keys():
-            kind, unsigned, normal = lowest[input_dtype.name]
-            bits = np.ascontiguousarray(input).view(kind)
-            magnitude = bits & kind(unsigned)
-            if not ((magnitude > 0) & (magnitude < normal)).any():
-                return bits.astype(np.uint32) << 16 if kind is np.uint16 else (bits >> 16).astype(np.uint16)
-        return convert(input, input_dtype, output_dtype, rounding_mode)
+        if rounding_mode is not None or {input_dtype.name, output_dtype.name} != names:
+            return convert(input, input_dtype, output_dtype, rounding_mode)
+        if input_dtype.name == "bf16":
+            return np.ascontiguousarray(input).view(np.uint16).astype(np.uint32) << upper
+        bits = np.ascontiguousarray(input).view(np.uint32)
+        high = bits >> upper
+        rounded = bits + (np.uint32(0x7FFF) + (high & np.uint32(1))) >> upper
+        is_nan = bits & np.uint32(0x7FFF_FFFF) > np.uint32(0x7F80_0000)
+        return np.where(is_nan, high | np.uint32(0x40), rounded).astype(np.uint16)
 
     interpreter._convert_float = convert_float
 

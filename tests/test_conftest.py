@@ -75,6 +75,26 @@ def test_numbers_of_several_dtypes() -> None:
     assert chosen == [-1000, -1000, 1000, 1500] and truths == [-2, -1, -2, -1]
 
 
+@triton.jit
+def converted(values, results, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    tl.store(results + i, tl.load(values + i).to(results.dtype.element_ty))
+
+
+def test_numbers_become_bfloat16_as_on_a_gpu() -> None:
+    """Each that it has both ways, and what lies between two, at the middle and beside it: to the nearest, of two the even one."""
+    below = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    bits = torch.cat([below, below + 0x7FFF, below + 0x8000, below + 0x8001])
+    wide = bits.view(torch.float32)
+    narrow, back = torch.empty(wide.shape, dtype=torch.bfloat16), torch.empty(wide.shape)
+    converted[(1,)](wide, narrow, wide.numel())
+    converted[(1,)](narrow, back, wide.numel())
+    assert torch.equal(wide.isnan(), narrow.isnan()) and torch.equal(wide.isnan(), back.isnan())
+    number = ~wide.isnan()
+    assert torch.equal(narrow.view(torch.int16)[number], wide.bfloat16().view(torch.int16)[number])
+    assert torch.equal(back.view(torch.int32)[number], wide.bfloat16().float().view(torch.int32)[number])
+
+
 @pytest.mark.parametrize("lost", [True, False])
 @pytest.mark.parametrize("worker", [True, False])
 @pytest.mark.parametrize("marked", [True, False])
