@@ -118,7 +118,7 @@ class Machine:
         for storage, at, where in self._places(shared, address, dtype.itemsize * count, line):
             cells = storage.data[: storage.data.size // dtype.itemsize * dtype.itemsize].view(dtype)
             place = (at // dtype.itemsize)[:, None] + np.arange(count)
-            new = np.stack([np.broadcast_to(value, self.thread.shape)[thread[where]] for value in values], axis=1)
+            new = np.stack([self._of_all(value)[thread[where]] for value in values], axis=1)
             changes = cells[place].view(f"u{dtype.itemsize}") != new.view(f"u{dtype.itemsize}")
             self._note_write(storage, at, dtype.itemsize * count, thread[where], changes.any(axis=1), line)
             cells[place] = new
@@ -160,7 +160,7 @@ class Machine:
         """Where the two values lie that a thread has of each matrix."""
         lane, warp = self.thread % WARP, self.thread // WARP
         for matrix in range(count):
-            rows = np.broadcast_to(address, self.thread.shape).reshape(-1, WARP)[:, 8 * matrix : 8 * matrix + 8]
+            rows = self._of_all(address).reshape(-1, WARP)[:, 8 * matrix : 8 * matrix + 8]
             pair = []
             for i in range(2):
                 row, column = lane // 4, 2 * (lane % 4) + i
@@ -169,8 +169,12 @@ class Machine:
                 pair.append(rows[warp, row] + (2 * column).astype(address.dtype))
             yield pair[0], pair[1]
 
+    def _of_all(self, value: Array) -> Array:
+        """For each thread, what may be the same for all."""
+        return value if value.shape == self.thread.shape else np.broadcast_to(value, self.thread.shape)
+
     def _active(self, address: Array, mask: Array | None) -> tuple[Array, Array]:
-        address = np.broadcast_to(address, self.thread.shape).astype(np.int64)
+        address = self._of_all(address).astype(np.int64)
         return (self.thread, address) if mask is None else (self.thread[mask], address[mask])
 
     def _places(self, shared: bool, address: Array, size: int, line: int) -> Iterable[tuple[Storage, Array, Array]]:
@@ -182,6 +186,9 @@ class Machine:
             if not left.size:
                 return
             here = (address[left] >= storage.start) & (address[left] + size <= storage.end)
+            if here.all():
+                yield storage, address[left] - storage.start, left
+                return
             if here.any():
                 yield storage, address[left[here]] - storage.start, left[here]
                 left = left[~here]
@@ -209,6 +216,8 @@ class Machine:
         storage.was_read[words] = np.where(mine, self._several(before, stamp), stamp)
         for apart in (False, True):  # if several threads read a word now: first any, then such of different warps
             now = storage.was_read[words]
+            if (now == stamp).all():
+                return
             clash = _warp_of(now) != _warp_of(stamp) if apart else now & 0xFFF != stamp & 0xFFF
             storage.was_read[words[clash]] = self._several(now, stamp)[clash]
 
@@ -231,12 +240,15 @@ class Machine:
 
     def _since_barrier(self, touched: Array) -> Array:
         """Whether words were touched by this block, and no barrier of the whole block lies between."""
-        return (touched >> 40 == self.block) & (touched >> 12 & 0xFFFFFFF >= self.since)
+        return (touched >= self.block << 40 | self.since << 12) & (touched < self.block + 1 << 40)
 
     def _unordered(self, touched: Array, thread: Array) -> Array:
         """Whether another thread of this block touched words [accesses, words of each], with no barrier between it and `thread`."""
-        of_warp = (_warp_of(touched) == thread[:, None] // WARP) & (touched >> 12 & 0xFFFFFFF < self.epoch)
-        return self._since_barrier(touched) & (touched & 0xFFF != thread[:, None]) & ~of_warp
+        other = self._since_barrier(touched)
+        if other.any():
+            other &= touched & 0xFFF != thread[:, None]
+            other &= (_warp_of(touched) != thread[:, None] // WARP) | (touched >> 12 & 0xFFFFFFF >= self.epoch)
+        return other
 
     def _several(self, touched: Array, stamp: Array) -> Array:
         """The stamp of both who touched words before and who does now."""
@@ -245,6 +257,8 @@ class Machine:
 
     def _check_others(self, storage: Storage, touched: Array, what: str, line: int) -> None:
         """Whatever another block did to the words `touched` is known to have happened before."""
+        if storage is self.shared:
+            return
         others = (touched >= 0) & (touched >> 40 != self.block)
         if others.any():
             block, epoch = touched[others] >> 40, touched[others] >> 12 & 0xFFFFFFF
