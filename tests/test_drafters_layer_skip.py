@@ -258,7 +258,8 @@ def test_law_of_samples(verification: str, which: dict[str, Any], setting: int, 
     options: dict[str, Any] = dict(num_draft_tokens=2, max_batch_size=4096, verification=verification)
     llm = engine.load(flat_target(), drafter=drafter, **options)
     assert p_value(llm, flat_target(), SETTINGS[setting], count) > 1e-3
-    assert 0.05 < llm.stats.acceptance_rate < 0.95, "neither acceptance nor rejection is tested"
+    accepted = llm.stats.accepted_tokens
+    assert min(accepted, llm.stats.draft_tokens - accepted) > COUNT / 20, "acceptance or rejection is hardly tested"
 
 
 def test_a_wrong_law_is_caught() -> None:
