@@ -154,6 +154,14 @@ PUBLISHED: dict[str, tuple[Head, dict[str, Any], Change]] = {
     ),
     "no draft vocabulary": (Head(), dict(draft_vocab_size=None), lambda tensors: None),
     "a draft vocabulary that the config does not tell": (Head(**REDUCED), dict(draft_vocab_size=None), lambda tensors: None),
+    "the target's config": (  # NeMo AutoModel's
+        Head(**REDUCED),
+        dict(num_hidden_layers=42, sliding_window=4, layer_types=["sliding_attention", "full_attention"] * 21),
+        lambda t: [t.update({f"model.{name.replace('midlayer', 'layers.0')}": t.pop(name)}) for name in list(t)],
+    ),
+    "llama 4": (  # of which a layer without experts has another size
+        Head(**REDUCED), dict(model_type="llama4_text", intermediate_size=20, intermediate_size_mlp=48), lambda tensors: None
+    ),
     "the target's number of layers": (Head(**REDUCED), dict(num_hidden_layers=36), lambda tensors: None),
     "layers by their outputs": (  # AngelSlim's
         Head(**REDUCED, layers=(2, 5, 6)), dict(eagle_config=None, aux_hidden_states_layer_ids=[1, 4, 5]), lambda tensors: None
@@ -198,6 +206,19 @@ def test_layers_that_no_config_names_are_logged(
     assert (
         message.startswith(f"{tmp_path / 'unnamed'} does not say which") and "those of most heads, [2, 3, 4]" in message
     )
+
+
+def test_a_convention_that_no_config_names_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "engine"):
+        recognise(Head(**REDUCED).speculators(tmp_path / "named"))
+        assert not caplog.records
+        folder = Head(**REDUCED).speculators(tmp_path / "unnamed")
+        config = json.loads((folder / "config.json").read_text())
+        del config["norm_before_residual"]
+        (folder / "config.json").write_text(json.dumps(config))
+        assert not drafter_of(folder).model.config.norm_before_residual
+    (message,) = (record.message for record in caplog.records)
+    assert message.startswith(f"{folder} does not say norm_before_residual: taken for false")
 
 
 def test_a_config_that_describes_the_targets_layers(tmp_path: Path) -> None:
@@ -760,6 +781,16 @@ def test_law_of_a_cascade(tmp_path: Path, verification: str, setting: dict[str, 
             r"extra layers\.0\.input_layernorm\.weight \[32\]$",
         ),
         ("speculators", lambda t: t.update(t2d=torch.tensor(True)), r"t2d must be \[1\], got \[\]$"),
+        (
+            "eagle-1",
+            lambda t: t.update({"norm.weight": torch.ones(32)}),
+            r"must hold no norm\.weight: an EAGLE-1 head with norms is not known$",
+        ),
+        (
+            "speculators",
+            lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}),
+            r"must hold weights that are not quantized, got fc\.weight of torch\.float8_e4m3fn$",
+        ),
     ],
 )
 def test_tensors_that_are_wrong(tmp_path: Path, layout: str, change: Change, message: str) -> None:

@@ -68,7 +68,7 @@ def drafts(tensors: dict[str, torch.Tensor], hidden: torch.Tensor, num_blocks: i
 
 @pytest.mark.parametrize("num_blocks", [1, 2])
 @pytest.mark.parametrize(
-    "layout", ["safetensors", "pt", "prefix", "vllm", "vllm-prefix-bin", "borrowed", "shared", "shared-0"]
+    "layout", ["safetensors", "pt", "prefix", "vllm", "vllm-prefix-bin", "borrowed", "shared", "shared-0", "shared-all"]
 )
 def test_drafts_of_every_layout(target: PreTrainedModel, tmp_path: Path, layout: str, num_blocks: int) -> None:
     tensors = random_tensors(medusa_shapes(3, num_blocks))
@@ -94,6 +94,8 @@ def test_drafts_of_every_layout(target: PreTrainedModel, tmp_path: Path, layout:
         config, file_name = {**vllm, "original_lm_head": True}, "model.safetensors"
         stored = {name: value for name, value in as_vllm(tensors).items() if name.startswith("blocks")}
         stored["lm_head.weight" if layout == "shared" else "lm_heads.0.weight"] = output
+        if layout == "shared-all":
+            stored |= {f"lm_heads.{head}.weight": torch.zeros_like(output) for head in (1, 2)}
     folder = write(tmp_path / layout, config, stored, file_name)
     files = read_head(folder)
     assert MedusaDrafter.matches(files.config, files.tensors)
@@ -152,9 +154,11 @@ def test_a_vocabulary_that_is_reduced_to_itself(tmp_path: Path) -> None:
         MedusaHeads(HIDDEN, VOCAB, draft_vocab_size=VOCAB)
 
 
-def test_more_heads_than_the_config_says(target: PreTrainedModel, tmp_path: Path) -> None:
-    """The first heads that were published say 2 and are 5."""
+def test_more_heads_or_blocks_than_the_config_says(target: PreTrainedModel, tmp_path: Path) -> None:
+    """The first heads that were published say 2 and are 5. vLLM reads the number of blocks from keys of several names."""
     assert MedusaDrafter.from_pretrained(heads(tmp_path / "h", medusa_num_heads=2)).model.num_heads == 3
+    folder = heads(tmp_path / "blocks", num_blocks=2, medusa_num_layers=1)
+    assert MedusaDrafter.from_pretrained(folder).model.num_blocks == 2
     with pytest.raises(ValueError, match=r"missing 3\.0\.linear\.weight \[32, 32\]; .*missing 3\.1\.weight \[64, 32\]"):
         MedusaDrafter.from_pretrained(heads(tmp_path / "more", medusa_num_heads=4))
 

@@ -1,5 +1,7 @@
 """Checkpoints of EAGLE heads, 1, 2 and 3: the speculators format, and the EAGLE repository's."""
 
+import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from transformers import AutoConfig
 
 from .eagle_model import EagleModel, eagle_config
 from .head_files import HeadFiles, fill
+
+logger = logging.getLogger(__name__)
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _OUTPUT_IDS = "aux_hidden_states_layer_ids"  # AngelSlim's: outputs of layers, counted from 0
@@ -31,11 +35,18 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
     embeddings = tensors.pop("embed_tokens.weight", None)
     eagle3 = config.get("speculators_model_type") == "eagle3"
     if "speculators_model_type" not in config:
-        eagle3 = any(name in tensors for name in ("layers.0.hidden_norm.weight", "norm.weight", "d2t"))
+        eagle3 = "layers.0.hidden_norm.weight" in tensors or "d2t" in tensors or _first_layer_reads_two(tensors)
+    elif eagle3 and "norm_before_residual" not in config:
+        logger.info(
+            "%s does not say norm_before_residual: taken for false, as speculators does; vLLM takes it for true",
+            files.folder,
+        )
     if config.get("layernorms"):
         raise ValueError(
             f"{files.folder / 'config.json'} must have layernorms off: an EAGLE-1 head with them is not known"
         )
+    if not eagle3 and "norm.weight" in tensors:
+        raise ValueError(f"{files.folder} must hold no norm.weight: an EAGLE-1 head with norms is not known")
     if not eagle3:
         tensors.pop("lm_head.weight", None)  # the target's is used
     fuses = eagle3 and config.get("use_aux_hidden_state") is not False
@@ -83,6 +94,12 @@ def _by_usual_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return usual
 
 
+def _first_layer_reads_two(tensors: dict[str, Tensor]) -> bool:
+    """Vectors of the hidden size, as in EAGLE-3: an embedding and a state."""
+    query, output = (tensors.get(f"layers.0.self_attn.{name}_proj.weight") for name in "qo")
+    return query is not None and output is not None and query.shape[-1] == 2 * len(output)
+
+
 def _dictionary(files: HeadFiles, name: str) -> dict[str, Any]:
     """A part of the config; empty where there is none."""
     value = files.config.get(name) or {}
@@ -125,7 +142,8 @@ def _head_config(files: HeadFiles, tensors: dict[str, Tensor], eagle3: bool, fus
 def _layer_config(files: HeadFiles, tensors: dict[str, Tensor]) -> Any:
     """Of the decoder layers. They are a llama's, whatever target `model_type` names, or those of qwen3 with their norms."""
     layer = dict(_dictionary(files, "transformer_layer_config") or files.config)
-    layer.pop("model_type", None)
+    if layer.pop("model_type", None) == "llama4_text" and "intermediate_size_mlp" in layer:
+        layer["intermediate_size"] = layer["intermediate_size_mlp"]  # that of layers without experts
     kind = "qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama"
     layer["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors
     layer["mlp_bias"] = "layers.0.mlp.gate_proj.bias" in tensors
@@ -136,10 +154,13 @@ def _layer_config(files: HeadFiles, tensors: dict[str, Tensor]) -> Any:
             rope.get("rope_type"),
         ):  # of text, the usual positions
             layer[key] = {**rope, "type": "default", "rope_type": "default"}
-    if any("midlayer." in name for name in files.tensors):
-        layer["num_hidden_layers"] = 1  # some configs tell how many the target has, and of what types
-        if isinstance(types := layer.get("layer_types"), list):
-            layer["layer_types"] = types[:1]
+    if (
+        "speculators_model_type" not in files.config
+    ):  # then it may be the target's config, which tells of the target's layers
+        numbers = [int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))]
+        layer["num_hidden_layers"] = 1 + max(numbers, default=0)
+        if isinstance(types := layer.get("layer_types"), list) and len(types) != layer["num_hidden_layers"]:
+            del layer["layer_types"]
     try:
         return AutoConfig.for_model(kind, **{**layer, "num_hidden_layers": layer.get("num_hidden_layers", 1)})
     except Exception as error:  # of many kinds, for values that cannot be

@@ -63,7 +63,7 @@ def read_head(folder: Path) -> HeadFiles:
 
     Raises:
         FileNotFoundError: if there is no such folder.
-        ValueError: if there are no weights, or a file is damaged.
+        ValueError: if there are no weights, they are quantized, or a file is damaged.
     """
     if not folder.exists():
         raise FileNotFoundError(f"drafter must be an existing folder, got '{folder}', which does not exist")
@@ -75,6 +75,10 @@ def read_head(folder: Path) -> HeadFiles:
         with reading(file):
             found = load_file(file) if file.suffix == ".safetensors" else load_pickled(file, "cpu")
         tensors |= {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    bytes_each = {name: value.dtype for name, value in tensors.items() if value.dtype.itemsize == 1}
+    if quantized := {name: dtype for name, dtype in bytes_each.items() if dtype != torch.bool and name != "t2d"}:
+        name, dtype = next(iter(quantized.items()))
+        raise ValueError(f"{folder} must hold weights that are not quantized, got {name} of {dtype}")
     return HeadFiles(folder, read_head_config(folder), tensors)
 
 

@@ -88,7 +88,7 @@ class MedusaDrafter(HiddenHeadDrafter):
 def build(files: HeadFiles) -> MedusaHeads:
     """The heads in a folder.
 
-    A file may hold more heads than its config says (the first that were published do); all are used.
+    A file may hold more heads than its config says (the first that were published do), or blocks; all are used.
 
     Raises:
         ValueError: for tensors that are missing, extra or of another shape than the config says.
@@ -103,12 +103,15 @@ def build(files: HeadFiles) -> MedusaHeads:
     if any(".self_attn." in name for name in tensors):
         raise ValueError(f"{files.folder} must hold Medusa heads alone, got a whole model with heads")
     if config.get("original_lm_head") and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
-        tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
+        of_all = tensors["lm_heads.0.weight"]  # others that are there say nothing
+        tensors = {name: value for name, value in tensors.items() if not name.startswith("lm_heads.")}
+        tensors["lm_head.weight"] = of_all
     if numbers := sorted(name for name, value in files.tensors.items() if not value.dim()):
         raise ValueError(f"{files.folder} must hold tensors of at least one dimension, got a number as {numbers[:5]}")
     layout = LAYOUTS[kind]
-    num_heads = 1 + max(int(found[1]) for name in tensors if (found := layout.in_block.fullmatch(name)))
-    num_heads, num_blocks = max(num_heads, files.number(layout.num_heads, 1)), files.number(layout.num_blocks, 1)
+    places = [found.groups() for name in tensors if (found := layout.in_block.fullmatch(name))]
+    num_heads = max(1 + max(int(head) for head, _ in places), files.number(layout.num_heads, 1))
+    num_blocks = max(1 + max(int(block) for _, block in places), files.number(layout.num_blocks, 1))
     first = next(value for name, value in tensors.items() if _layout(name))
     outputs = [layout.output.format(head=head, num_blocks=num_blocks) + ".weight" for head in range(num_heads)]
     output, rows = _output(tensors, outputs)

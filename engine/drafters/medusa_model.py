@@ -16,7 +16,7 @@ class Layout(NamedTuple):
 
     block: str
     output: str
-    in_block: re.Pattern[str]  # of a tensor; group 1: the head
+    in_block: re.Pattern[str]  # of a tensor; groups: the head, the block
     num_heads: str
     num_blocks: str
 
@@ -25,14 +25,14 @@ LAYOUTS = {
     "medusa": Layout(
         block="{head}.{block}.linear",
         output="{head}.{num_blocks}",
-        in_block=re.compile(r"(\d+)\.\d+\.linear\.\w+"),
+        in_block=re.compile(r"(\d+)\.(\d+)\.linear\.\w+"),
         num_heads="medusa_num_heads",
         num_blocks="medusa_num_layers",
     ),
     "vllm": Layout(
         block="blocks.{head}.layers.{block}",
         output="lm_heads.{head}",
-        in_block=re.compile(r"blocks\.(\d+)\.layers\.\d+\.\w+"),
+        in_block=re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.\w+"),
         num_heads="num_heads",
         num_blocks="num_hidden_layers",
     ),
