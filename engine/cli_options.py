@@ -138,7 +138,7 @@ Seed = Annotated[
     int | None,
     _option(
         "--seed",
-        help="Random seed, of all prompts: equal ones get equal texts. With a fixed -k, sampled text is then repeatable.",
+        help="Random seed, the same for all prompts. With a fixed -k, the same command gives the same sampled texts.",
         panel=SAMPLING,
     ),
 ]

@@ -1,6 +1,7 @@
 """What `python -m engine generate` shows of its outputs."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -36,6 +37,9 @@ def serve(llm: Engine, items: list[Any], params: SamplingParams, as_json: bool) 
         llm.generate(items, params, progress=len(items) > 1, on_output=shown_in_order.add)
     except InvalidLogitsError:
         return 1  # of each prompt, this has been shown
+    except BaseException as error:
+        shown_in_order.add_others(getattr(error, "outputs", []))
+        raise
     finally:
         shown_in_order.show_rest()
     return 0
@@ -46,13 +50,21 @@ class _InOrder:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json, self._next = as_json, 0
+        self._added: set[int] = set()
         self._waiting: dict[int, Output | InvalidLogitsError] = {}
 
     def add(self, index: int, result: Output | InvalidLogitsError) -> None:
+        self._added.add(index)
         self._waiting[index] = result
         while self._next in self._waiting:
             self._next += 1
             self._show(self._next - 1)
+
+    def add_others(self, outputs: Sequence[Output | None]) -> None:
+        """Those that ended and were not added yet; None stands for the others."""
+        for index, output in enumerate(outputs):
+            if output is not None and index not in self._added:
+                self.add(index, output)
 
     def show_rest(self) -> None:
         for index in sorted(self._waiting):

@@ -104,7 +104,8 @@ class SamplingParams:
         seed: in [0, 2**63); the random numbers depend on it, and not on the batch. Under "rejection" and "block" a sampled text
             depends on the drafts as well: with num_draft_tokens="auto", chosen by measured times, or drafter="suffix", which
             drafts from earlier outputs, it can be another one in each call. Requests with one seed share their random numbers: of
-            one prompt they are the same text, so that several samples need several seeds. None: a fresh seed for each request.
+            one prompt they are the same text, but for drafts and roundings that their neighbours change, so that several samples
+            need several seeds. None: a fresh seed for each request.
         stop: end before any of these strings, also where one spans several tokens. They are looked for in the text, which has no
             special tokens; a string that is exactly a special token of the tokenizer, such as "<|im_end|>", counts as one of
             `stop_token_ids`.

@@ -87,7 +87,8 @@ def load(
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache, or compiled (a ValueError).
         EngineError: if compiling fails.
         OSError: for a hub id that cannot be had, or a cache folder in which no converted GGUF file can be written.
-        ImportError: for a GGUF file, quantized weights or a tokenizer.model without the packages that read them.
+        ImportError: for a GGUF file, quantized weights, an adapter beside the weights or a tokenizer.model without the packages that
+            read them.
     """
     config = EngineConfig(
         num_draft_tokens=num_draft_tokens,

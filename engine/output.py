@@ -19,8 +19,8 @@ class Output:
         finish_reason: "eos", "stop" or "length".
         stats: of this request.
         logprobs: if asked for, of each of token_ids the natural log of the target's probability for it, given the text before it,
-            under the request's temperature, filters and penalty (what it was drawn from); of greedy texts the model's own, at
-            temperature 1.
+            under the request's penalty, logits processor, temperature and filters (what it was drawn from); of greedy texts at
+            temperature 1, without filters.
     """
 
     text: str | None

@@ -1,8 +1,9 @@
 """The loops over rows of logits on a CPU, which Numba compiles; cpu.py calls them. What they compute is in reference.py.
 
 A row is read block by block of DRAW_BLOCK tokens, which stay in the first-level cache while they are worked on in vector
-instructions. Each sequence is worked on by itself, from its first row on, up to the row that decides: rows after it are not read. Beside
-the rows there is room for the sums of blocks, and, under top-k or top-p, for one row's largest logits.
+instructions. Each sequence is worked on by itself, from its first row on, up to the row that decides: rows after it are not read, but
+for those of all drafts under `block`. Beside the rows there is room for the sums of blocks, and, under top-k or top-p, for one row's
+largest logits.
 
 Where a row up to that one is no distribution, or a draft's is not, nothing is said: what the verdict is then, and its status, is
 left to the reference.

@@ -1,8 +1,8 @@
 """The public calls `row_stats`, `sample` and `verify`: the same operations on any device, from Triton, Numba or torch.
 
-Triton serves CUDA and ROCm tensors, Numba those on a CPU (and numpy, where all rows that are verified are greedy), torch all others.
-ENGINE_KERNELS=triton|torch overrides the choice; `triton` with TRITON_INTERPRET=1 runs the kernels on CPU tensors. float64 goes to
-torch, but for greedy rows on a CPU.
+Triton serves CUDA and ROCm tensors, Numba those on a CPU, torch all others. On a CPU numpy serves a call of `verify` all of whose
+rows are greedy, float64 too, unless they are packed or log-probabilities are asked for; other float64 goes to torch.
+ENGINE_KERNELS=triton|torch overrides the choice; `triton` with TRITON_INTERPRET=1 runs the kernels on CPU tensors.
 """
 
 import os

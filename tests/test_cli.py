@@ -302,6 +302,24 @@ def test_outputs_before_a_failure_are_shown(
     assert captured.err == "error: the drafter fails\n"
 
 
+def test_outputs_that_ctrl_c_keeps_from_being_told_are_shown(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that ended in the same round; each once."""
+
+    def generate(self: FakeEngine, prompts: Any, params: Any, progress: bool, on_output: Any) -> Any:
+        outputs = [self.output(prompt) for prompt in prompts]
+        on_output(0, outputs[0])
+        on_output(3, outputs[3])
+        error = KeyboardInterrupt()
+        error.outputs = [*outputs[:2], None, *outputs[3:]]  # type: ignore[attr-defined]
+        raise error
+
+    monkeypatch.setattr(FakeEngine, "generate", generate)
+    assert cli.main(["generate", "-t", "model", "--json", *"abcde"]) == 130
+    assert [record["index"] for record in json_lines(capsys.readouterr().out)] == [0, 1, 3, 4]
+
+
 def test_outputs_are_shown_in_order_as_they_end_and_failures_harm_no_others(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
