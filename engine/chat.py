@@ -10,6 +10,7 @@ from rich.markup import escape
 from .errors import EngineError
 from .prompts import check_unicode
 from .terminal import (
+    error_record,
     legend,
     output_record,
     shown,
@@ -59,7 +60,8 @@ class Chat:
         try:
             self.llm.check([[*self.history, {"role": "user", "content": "Hello"}]], self.params)
         except ValueError as error:
-            raise ValueError(f"no message can be answered ({error}); generate takes text as it is") from error
+            behind = " behind this system message" if self.system else ""
+            raise ValueError(f"no message can be answered{behind} ({error}); generate takes text as it is") from error
         if self.interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  (line editing and recall in input())
@@ -102,7 +104,7 @@ class Chat:
         if line == "/reset":
             self._reset()
             self._say("[dim]the conversation starts anew[/]")
-        elif self.as_json:  # which shows no help: a message that is passed over must not go unnoticed
+        elif not self.interactive:  # nobody reads the help: a message that is passed over must not go unnoticed
             self._fail(f"{line} begins like a command and is none: {HELP}")
         else:
             self._say("[dim]{}[/]", HELP)
@@ -130,9 +132,15 @@ class Chat:
             self.history.pop()
 
     def _stream(self) -> str:
-        """Show an answer as it comes, until it ends or Ctrl-C stops it; returns its text."""
+        """Show an answer as it comes, until it ends or Ctrl-C stops it; returns its text.
+
+        Raises:
+            KeyboardInterrupt: if lines are piped in, and with `as_json` if the answer was stopped by a second Ctrl-C: whoever
+                sends messages may stop an answer by one.
+        """
         text, token_ids, output = "", list[int](), None
-        with stop_on_interrupt() as stopped, suppress(KeyboardInterrupt):
+        ignored = [KeyboardInterrupt] if self.interactive else []
+        with stop_on_interrupt() as stopped, suppress(*ignored):
             pieces: Any = self.llm.stream(list(self.history), self.params)
             with closing(pieces):
                 for piece in pieces:
@@ -150,6 +158,8 @@ class Chat:
             self._say("" if text.endswith("\n") else "\n", end="")
             end = stats_line(output.stats) if output else f"stopped after {len(token_ids)} tokens"
             self._say("[dim]{}[/]", end)
+            if output is None and not self.interactive:
+                raise KeyboardInterrupt
         return text
 
     def _fail(self, message: str) -> None:
@@ -157,7 +167,7 @@ class Chat:
         self.failed = True
         print(f"error: {message}", file=sys.stderr, flush=True)
         if self.as_json:
-            write_json(dict(text="", token_ids=[], finish_reason="error", stats=None, error=message))
+            write_json(error_record(message))
 
     def _say(self, markup: str, *values: object, end: str = "\n") -> None:
         if not self.as_json:

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # better a question mark than no text at all
     if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text spoil one prompt, as in arguments, and no other
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # as files are
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline="\n")  # as files are
     try:
         status = int(app(words, standalone_mode=False) or 0)
         sys.stdout.flush()
@@ -57,11 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(error: Any, status: int) -> int:
     """Report an error in one line, or with its traceback if that was asked for."""
-    if os.environ.get(options.DEBUG_VARIABLE):
+    if os.environ.get(options.DEBUG_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error)
-    message = error.format_message() if isinstance(error, UsageError) else str(error)
+    message = f"{error.format_message()}{_given(error)}" if isinstance(error, UsageError) else str(error)
     print(f"error: {' '.join(message.split()) or type(error).__name__}", file=sys.stderr)
     return status
+
+
+def _given(error: Exception) -> str:
+    """The value that newer typers leave out of what they say; it is in the error of pydantic's that they began with."""
+    errors = getattr(error.__context__, "errors", None)
+    return f", got {errors()[0]['input']!r}" if callable(errors) else ""
 
 
 def _show_version(wanted: bool) -> None:
@@ -146,7 +152,8 @@ def generate(
 ) -> int:
     """Continue prompts: from the command line, a file or standard input.
 
-    With --json, each prompt gives one line with its index, text, token_ids, finish_reason and stats, and logprobs if asked for.
+    With --json, each prompt gives one line with its index, text, token_ids, finish_reason and stats, and logprobs if asked for; or an
+    "error".
     """
     from .config import SamplingParams
 
@@ -214,10 +221,13 @@ def chat(
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """Talk to a model. Lines may also be piped in; with --json, each gives one line: the answer, or an "error"."""
+    """Talk to a model. Lines may also be piped in; with --json, each message gives one line: the answer, or an "error"."""
     from .chat import Chat
     from .config import SamplingParams
+    from .prompts import check_unicode
 
+    if system is not None:
+        check_unicode(system, "--system")
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,

@@ -10,7 +10,7 @@ from .config import SamplingParams
 from .engine import Engine
 from .errors import InvalidLogitsError
 from .output import Output
-from .terminal import output_record, shown, stats_line, stdout_console, write_json, write_piece
+from .terminal import error_record, output_record, shown, stats_line, stdout_console, write_json, write_piece
 
 
 def stream_one(llm: Engine, item: Any, params: SamplingParams) -> None:
@@ -75,6 +75,8 @@ class _InOrder:
         with tqdm.external_write_mode():
             if isinstance(result, InvalidLogitsError):
                 print(f"error: {result}", file=sys.stderr)
+                if self._as_json:
+                    write_json({"index": index, **error_record(str(result))})
             elif self._as_json:
                 write_json({"index": index, **output_record(result)})
             else:

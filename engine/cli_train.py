@@ -1,13 +1,13 @@
 """`python -m engine train`: a drafter that is made for a target."""
 
 import sys
-from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from . import cli_options as options
+from .hub import user_path
 from .prompt_files import Prompt, read_prompts
 from .training.options import LOSSES, METHODS, TrainingOptions
 
@@ -164,14 +164,14 @@ def train(
 
     use_all_cores()
     logging.set_verbosity_error()
-    if Path(chosen.target).expanduser().exists():  # a download keeps its bars
+    if user_path(chosen.target).exists():  # a download keeps its bars
         logging.disable_progress_bar()
     try:
         train_drafter(texts, out, chosen)
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from what is in {out}", file=sys.stderr)
         raise
-    folder = Path(out).expanduser()
+    folder = user_path(out)
     place = str(folder) if folder.is_absolute() else f"./{folder}"  # a bare name may be that of another drafter
     hint = ", behind generate --chat if the target has a chat template," if chat else ""
     print(

@@ -76,7 +76,7 @@ class Timing:
             "plain_tokens_per_second": plain,
             "speculative_tokens_per_second": speculative,
             "speedup": speculative / plain,
-            "slower": speculative < plain,
+            "slower": speculative / plain < 0.995,  # so that no 1.00x is called slower
             "scatter": max(scatter(self.plain_seconds), scatter(self.speculative_seconds)),
             "acceptance_rate": self.speculative.stats.acceptance_rate,
             "acceptance_per_position": self.speculative.stats.acceptance_per_position,

@@ -23,6 +23,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
+from .hub import user_path
 from .pretrained import whole_model
 from .support import check_config
 from .whole_files import written_whole
@@ -79,7 +80,7 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
 
 def _cache_root() -> Path:
     if given := os.environ.get(CACHE_VARIABLE):
-        return Path(given).expanduser()
+        return user_path(given)
     import platformdirs  # not before it is needed: all else works without it
 
     return Path(platformdirs.user_cache_dir("speculative-engine"))

@@ -1,5 +1,6 @@
 """Hub ids and paths: telling them apart, and errors that name them."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +15,18 @@ def may_be_hub_id(source: str) -> bool:
     return not meant_as_path and _HUB_ID.fullmatch(source) is not None
 
 
+def user_path(source: str | Path) -> Path:
+    """With the home of a user in place of `~` or `~name`; as it is where there is none, unlike `Path.expanduser`, which raises."""
+    return Path(os.path.expanduser(source))
+
+
 def existing_path(source: str, role: str) -> Path:
     """The path, where it is one.
 
     Raises:
         FileNotFoundError: if it does not exist and is no hub id.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.exists() and not may_be_hub_id(source):
         raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}, which does not exist")
     return path
@@ -32,7 +38,7 @@ def naming_errors(source: str, role: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if Path(source).expanduser().exists():
+        if user_path(source).exists():
             raise
         names = "\n(Or one of the names ngram, suffix, layer_skip:N, staged:MODEL.)" if role == "drafter" else ""
         raise OSError(

@@ -3,8 +3,9 @@
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from .hub import user_path
 
 Prompt = str | list[dict[str, Any]]  # text, or the messages of a chat
 
@@ -55,11 +56,11 @@ def read_lines(file: str) -> list[str]:
     """
     if file == "-":
         text = sys.stdin.read().removeprefix("\ufeff")
-    elif not file or Path(file).expanduser().is_dir():
+    elif not file or user_path(file).is_dir():
         raise ValueError(f"prompts must be in a file, got {f'the folder {file}' if file else repr(file)}")
     else:
         try:
-            text = Path(file).expanduser().read_bytes().decode("utf-8-sig")
+            text = user_path(file).read_bytes().decode("utf-8-sig")
         except FileNotFoundError:
             raise FileNotFoundError(f"prompts must be in a file, got {file!r}, which does not exist") from None
         except UnicodeDecodeError as error:
@@ -74,7 +75,9 @@ def _prompt_of(line: str, where: str) -> Prompt:
         if record.get("tools") not in (None, "", "[]", []):
             raise ValueError(f"{where} must have no tools, which are not rendered: render the chat, and give its text")
         turns = record.get("turns")
-        prompt = record.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        prompt = record.get("prompt")
+        if prompt is None and isinstance(turns, list) and turns:
+            prompt = turns[0]
         if prompt == "":
             raise ValueError(f"{where} must hold a prompt that is not empty, got ''")
         if isinstance(prompt, str):

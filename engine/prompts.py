@@ -173,7 +173,9 @@ def check_unicode(text: str, name: str) -> None:
 
 def _need(tokenizer: Any, name: str, kind: str) -> Any:
     if tokenizer is None:
-        raise ValueError(f"{name} is {kind}, which needs a tokenizer: pass tokenizer= to engine.load, or token ids")
+        raise ValueError(
+            f"{name} is {kind}, which needs a tokenizer: give one (tokenizer= of engine.load, or --tokenizer), or token ids"
+        )
     return tokenizer
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
+from .hub import user_path
+
 if TYPE_CHECKING:
     from .metrics import Stats
     from .output import Output, Piece
@@ -70,6 +72,11 @@ def output_record(output: "Output") -> dict[str, Any]:
     return {name: value for name, value in output.as_dict().items() if name != "prompt_token_ids"}
 
 
+def error_record(message: str) -> dict[str, Any]:
+    """In place of an output, what kept a prompt from one."""
+    return dict(text="", token_ids=[], finish_reason="error", stats=None, error=message)
+
+
 def write_json(record: dict[str, Any]) -> None:
     """One line on stdout, at once."""
     print(json.dumps(_finite(record), allow_nan=False), flush=True)
@@ -106,7 +113,7 @@ def loading(target: str, hint: str = "", note: bool = False) -> Iterator[None]:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    if Path(target).expanduser().exists():
+    if user_path(target).exists():
         logging.disable_progress_bar()
         with working(f"loading {Path(target).name}{hint}", note):
             yield

@@ -25,8 +25,9 @@ def test_chat_over_a_pipe(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipe(monkeypatch, "hello you\n\nagain\n/reset\n/what\nnew\n/quit\nnever\n")
-    assert cli.main(["chat", "-t", "model", "--system", "be kind"]) == 0
-    out = capsys.readouterr().out
+    assert cli.main(["chat", "-t", "model", "--system", "be kind"]) == 1
+    out, error = capsys.readouterr()
+    assert error.startswith("error: /what begins like a command and is none: /reset") and error.count("\n") == 1
     assert "\x1b" not in out
     assert "> hello you\nHELLO YOU\n4 tokens, 4.0 tokens/s, acceptance 50%, 2.00 tokens per target call\n" in out
     assert "NEVER" not in out
@@ -73,7 +74,8 @@ def test_chat_json_and_errors(
     pipe(monkeypatch, "one\nnan\ntwo")
     assert cli.main(["chat", "-t", "model", "--json"]) == 1
     captured = capsys.readouterr()
-    assert [record["text"] for record in json_lines(captured.out)] == ["ONE", "", "TWO"]
+    records = json_lines(captured.out)
+    assert [record["text"] for record in records] == ["ONE", "", "TWO"] and records[0].keys() < records[1].keys()
     assert captured.err == "error: the logits are NaN; /reset forgets the conversation\n"
     assert [message["content"] for message in engines[0].asked[-1]] == ["one", "ONE", "two"]
 
@@ -101,6 +103,10 @@ def test_a_target_that_cannot_chat_is_refused_before_the_first_message(
     assert cli.main(["chat", "-t", "model"]) == 2
     captured = capsys.readouterr()
     assert "no chat template" in captured.err and "generate takes text" in captured.err and not engines[0].asked
+    assert cli.main(["chat", "-t", "model", "--system", "be kind"]) == 2
+    assert "error: no message can be answered behind this system message (prompts[0] holds" in capsys.readouterr().err
+    assert cli.main(["chat", "-t", "model", "--system", "caf\udce9"]) == 2 and len(engines) == 2
+    assert capsys.readouterr().err == "error: --system must be valid Unicode text, got '\\udce9' at index 3\n"
 
 
 def test_json_reports_a_line_that_is_no_command(
@@ -126,14 +132,8 @@ def test_a_mark_at_the_beginning_and_a_line_that_is_no_text(
     assert error == "error: message must be valid Unicode text, got '\\udcff' at index 1\n"
 
 
-@pytest.mark.parametrize("signalled", [True, False])
-def test_ctrl_c_stops_an_answer(
-    signalled: bool,
-    engines: list[FakeEngine],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A first Ctrl-C lets the running round finish; an interrupt in the midst of one loses that round."""
+def interrupt_answers(monkeypatch: pytest.MonkeyPatch, signalled: bool) -> None:
+    """At the word "two": by a signal, or as by a second one in the midst of a round."""
 
     def interrupt(self: FakeEngine, prompt: Any, params: Any) -> Iterator[Piece]:
         for piece in real(self, prompt, params):
@@ -145,7 +145,32 @@ def test_ctrl_c_stops_an_answer(
 
     real = FakeEngine.stream
     monkeypatch.setattr(FakeEngine, "stream", interrupt)
-    pipe(monkeypatch, "one two three\nfour\n")
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> None:
+    left = iter([*lines, EOFError()])
+
+    def read(prompt: str = "") -> str:
+        line = next(left)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    pipe(monkeypatch, "")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(builtins, "input", read)
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_ctrl_c_stops_an_answer(
+    signalled: bool,
+    engines: list[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A first Ctrl-C lets the running round finish; an interrupt in the midst of one loses that round."""
+    interrupt_answers(monkeypatch, signalled)
+    on_a_terminal(monkeypatch, "one two three", "four")
     before = signal.getsignal(signal.SIGINT)
     assert cli.main(["chat", "-t", "model"]) == 0
     assert signal.getsignal(signal.SIGINT) is before
@@ -157,21 +182,27 @@ def test_ctrl_c_stops_an_answer(
     assert engines[0].asked[-1][1] == {"role": "assistant", "content": shown}
 
 
+@pytest.mark.parametrize("signalled", [True, False])
+def test_ctrl_c_ends_a_chat_over_a_pipe(
+    signalled: bool, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is there to type. With --json a first one stops an answer alone, as for the program that sends messages."""
+    interrupt_answers(monkeypatch, signalled)
+    pipe(monkeypatch, "one two three\nfour\n")
+    assert cli.main(["chat", "-t", "model"]) == 130
+    out = capsys.readouterr().out
+    assert ("stopped after 2 tokens" in out) == signalled and "THREE" not in out and "FOUR" not in out
+    pipe(monkeypatch, "one two three\nfour\n")
+    assert cli.main(["chat", "-t", "model", "--json"]) == (0 if signalled else 130)
+    records = [(record["finish_reason"], record["text"]) for record in json_lines(capsys.readouterr().out)]
+    assert records == ([("interrupted", "ONE TWO "), ("length", "FOUR")] if signalled else [])
+
+
 def test_interactive_chat(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C at the prompt does not end the program, Ctrl-D does."""
-    lines = iter([KeyboardInterrupt(), " hi ", EOFError()])
-
-    def read(prompt: str = "") -> str:
-        line = next(lines)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    pipe(monkeypatch, "")
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    monkeypatch.setattr(builtins, "input", read)
+    on_a_terminal(monkeypatch, KeyboardInterrupt(), " hi ", "/what")
     assert cli.main(["chat", "-t", "model"]) == 0
     out = capsys.readouterr().out
     assert "HI\n" in out

@@ -170,6 +170,7 @@ def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("p.txt", "one\n\ntwo {}\n", ["one", "two {}"]),
         ("p.jsonl", '{"prompt": "one"}\n{"turns": ["two", "x"]}\n', ["one", "two"]),
+        ("p.jsonl", '{"prompt": null, "turns": ["one"]}\n', ["one"]),
         ("p.jsonl", '{"messages": [{"role": "user", "content": "hi"}]}\n', [[{"role": "user", "content": "hi"}]]),
         ("p.txt", '{"prompt": "one\\nmore"}\n', ["one\nmore"]),
         ("p.txt", "\ufeffa\u2028b\x0cc\x85d\r\ne", ["a\u2028b\x0cc\x85d", "e"]),  # only line feeds end lines
@@ -213,7 +214,9 @@ def test_white_space_of_standard_input_is_part_of_the_prompt(
         ("generate -t model --temperature nan x", 2, "temperature must be"),
         ("generate -t model --top-p 0 x", 2, "top_p must be in (0, 1]"),
         ("generate -t model --max-new-tokens 0 x", 2, "max_new_tokens must be >= 1"),
-        ("generate -t model --top-k many x", 2, "--top-k"),
+        ("generate -t model --top-k many x", 2, "'--top-k'"),
+        ("generate -t model --top-k many x", 2, "'many'"),
+        ("generate -t model -f ~nobody-here/p", 2, "prompts must be in a file, got '~nobody-here/p', which does not"),
         ("generate -t model --unheard-of x", 2, "--unheard-of"),
         ("generate -t model -f missing.txt", 2, "prompts must be in a file, got 'missing.txt', which does not exist"),
         ("generate -t model -f {bad} ", 2, 'bad.jsonl:2 must be a JSON object with a string "prompt"'),
@@ -282,9 +285,14 @@ def test_an_empty_standard_input_is_refused_before_anything_is_loaded(
     assert capsys.readouterr().err == message and not engines
 
 
-def test_debug_shows_the_traceback(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["generate", "--debug", "-t", "missing.gguf", "x"]) == 2
     assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("ENGINE_DEBUG", "0")
+    assert cli.main(["generate", "-t", "missing.gguf", "x"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_outputs_before_a_failure_are_shown(
@@ -329,7 +337,9 @@ def test_outputs_are_shown_in_order_as_they_end_and_failures_harm_no_others(
         for index in (1, 2, 0, 4, 3):
             error = InvalidLogitsError(f"NaN for prompts[{index}]", [None])
             on_output(index, error if index in (1, 3) else self.output(prompts[index]))
-            seen.append([record["index"] for record in json_lines(capsys.readouterr().out)])
+            records = json_lines(capsys.readouterr().out)
+            seen.append([record["index"] for record in records])
+            assert all(("error" in record) == (record["index"] in (1, 3)) for record in records)
         raise InvalidLogitsError("NaN for prompts[1] (and for 1 more)", [])
 
     monkeypatch.setattr(FakeEngine, "generate", generate)
@@ -337,7 +347,7 @@ def test_outputs_are_shown_in_order_as_they_end_and_failures_harm_no_others(
         errors = io.StringIO()
         patch.setattr(sys, "stderr", errors)
         assert cli.main(["generate", "-t", "model", "--json", *"abcde"]) == 1
-    assert seen == [[], [], [0, 2], [], [4]]
+    assert seen == [[], [], [0, 1, 2], [], [3, 4]]
     assert errors.getvalue() == "error: NaN for prompts[1]\nerror: NaN for prompts[3]\n"
 
 
@@ -361,7 +371,7 @@ def test_bytes_that_are_no_text(checkpoint: Path, capsys: pytest.CaptureFixture[
         words = [sys.executable, "-m", "engine", command, *common, *more]
         return subprocess.run(words, cwd=ROOT, input=stdin, capture_output=True, timeout=300, check=False)
 
-    done = run("chat", b"one\nt\xffo\nthree\n")
+    done = run("chat", b"o\rne\nt\xffo\nthree\r\n")  # only line feeds end lines
     reasons = [record["finish_reason"] for record in json_lines(done.stdout.decode())]
     assert done.returncode == 1 and reasons == ["length", "error", "length"]
     assert b"error: message must be valid Unicode text, got '\\udcff' at index 1" in done.stderr

@@ -110,6 +110,8 @@ def test_demo_says_what_is_slower_or_differs(
         output = llm.output("a b c")
         if drafting and prompt.name == "summary":
             output.token_ids[1] = 7
+        if prompt.name == "edit":  # as good as equal
+            return output, 1.503 if drafting else 1.5
         return output, 2.0 if drafting and prompt.name == "question" else 1.5 - 0.5 * drafting
 
     monkeypatch.setattr(demo, "_timed", timed)
@@ -125,7 +127,7 @@ def test_demo_says_what_is_slower_or_differs(
     assert [row["slower"] for row in report["prompts"]] == [True, False, False]
     assert [row["identical"] for row in report["prompts"]] == [True, False, True]
     assert report["prompts"][1]["first_difference"] == 1
-    assert report["prompts"][2]["speedup"] == pytest.approx(1.5)
+    assert [row["speedup"] for row in report["prompts"][1:]] == pytest.approx([1.5, 1 / 1.002])
     assert report["torch"] == torch.__version__
 
 

@@ -101,6 +101,7 @@ def test_half_a_name(target: PreTrainedModel, name: str) -> None:
         ("layer-skip:1", "layer_skip"),
         ("layerskip:1", "layer_skip"),
         ("stage:gpt2", "staged"),
+        ("eagle3-SmolLM2-135M", "eagle3-SmolLM2-135M-Instruct"),
     ],
 )
 def test_misspelt_names(target: PreTrainedModel, name: str, meant: str) -> None:

@@ -77,6 +77,7 @@ def test_live_model_keeps_its_dtype_and_device(target: PreTrainedModel) -> None:
         ("/nowhere/model.gguf", FileNotFoundError, "does not exist"),
         ("missing.gguf", FileNotFoundError, "does not exist"),
         ("./nowhere", FileNotFoundError, "does not exist"),
+        ("~nobody-here/model", FileNotFoundError, "does not exist"),
         ("", ValueError, "hub id, a path"),
         (17, ValueError, "hub id, a path"),
     ],

@@ -101,7 +101,9 @@ class EagleDrafter:
         config, count = self.model.config, target.config.num_hidden_layers
         layers = self.layers or self._usual_layers(count)
         if max(layers) > count or min(layers) < 0:
-            raise ValueError(f"{self._source} reads hidden states {list(layers)}, but the target has {count} layers")
+            raise ValueError(
+                f"drafter must be made for the target: {self._source} reads hidden states {list(layers)}, but the target has {count} layers"
+            )
         check_made_for(target, self._source, config.feature_size, config.vocab_size)
         self.model.place(target.device, target.dtype)
         output = self._borrow(target)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..heads import find_head
+from ..heads import find_head, head_names
+from ..hub import user_path
 from .base import Drafter
 from .layer_skip import LayerSkipDrafter
 from .ngram import NGramDrafter
@@ -61,11 +62,11 @@ def named(name: str, before_another: bool = False, role: str = "drafter") -> Dra
 
 def _check_spelling(name: str) -> None:
     """What is no path, has no owner, and is near to a known name, was meant as that: no such hub id is known."""
-    if re.search(r"\+(ngram|suffix)$", name) and not Path(name).expanduser().exists():
+    if re.search(r"\+(ngram|suffix)$", name) and not user_path(name).exists():
         raise ValueError(f"drafter must have lookups before other parts, such as 'ngram+MODEL', got {name!r}")
     word = re.split("[:+]", name)[0].lower().replace("-", "_")
-    near = get_close_matches(word, _KNOWN, n=1, cutoff=0.75)
-    if near and "/" not in word and not Path(name).expanduser().exists():
+    near = get_close_matches(word, _KNOWN, n=1, cutoff=0.75) or get_close_matches(name, head_names(), n=1, cutoff=0.75)
+    if near and "/" not in word and not user_path(name).exists():
         if f"{near[0]}:" in (LAYER_SKIP, STAGED) and ":" not in name:
             raise ValueError(f"drafter {near[0]} must say of what, such as layer_skip:8 or staged:MODEL, got {name!r}")
         raise ValueError(f"drafter must be a known name, a hub id or a path, got {name!r}: did you mean {near[0]!r}?")

@@ -8,7 +8,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
-from ..hub import may_be_hub_id, naming_errors
+from ..hub import may_be_hub_id, naming_errors, user_path
 from .base import Drafter
 from .eagle import EagleDrafter
 from .head_files import load_pickled, read_head, read_head_config, reading, weight_files
@@ -34,7 +34,7 @@ def recognise(location: str | Path, role: str = "drafter") -> Drafter | None:
         ValueError: for a `speculators_model_type` or an architecture that is not supported; for a damaged checkpoint.
         OSError: for a hub id that cannot be had.
     """
-    folder = Path(location).expanduser()
+    folder = user_path(location)
     if folder.is_dir():
         if not str(location) or not (folder / "config.json").is_file():
             return None

@@ -5,6 +5,10 @@ from pathlib import Path
 DEFAULT_DRAFTER = "ngram+eagle3-SmolLM2-135M-Instruct"  # of the command line, for its default target
 
 
+def head_names() -> list[str]:
+    return sorted(file.parent.name for file in Path(__file__).parent.glob("*/config.json"))
+
+
 def find_head(name: str) -> Path | None:
     """The folder of the head of this name; None if there is none."""
     folder = Path(__file__).parent / name

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from .. import load
 from ..errors import EngineError
 from ..heads import find_head
+from ..hub import user_path
 from ..prompts import encode
 from ..support import vocab_size
 from .answers import Answer, answer_prompts
@@ -60,7 +61,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
     """
     if not str(out):
         raise ValueError(f"out must be a folder, got {out!r}")
-    out = Path(out).expanduser()
+    out = user_path(out)
     _check_prompts(prompts)
     settings = _settings(options, prompts)
     check_out(out, settings)
@@ -115,7 +116,7 @@ def _settings(options: TrainingOptions, prompts: Sequence[Any]) -> dict[str, Any
     shared = [field.name for field in fields(options) if field.metadata.get("part_of_settings", True)]
     settings = settings_of({name: getattr(options, name) for name in shared}, prompts)
     for role, name in (("target", options.target), ("start_from", options.start_from)):
-        if name is not None and (path := find_head(name) or Path(name).expanduser()).exists():
+        if name is not None and (path := find_head(name) or user_path(name)).exists():
             settings[f"{role}_sha256"] = checkpoint_digest(path)
     return settings
 
