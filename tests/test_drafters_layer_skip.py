@@ -232,11 +232,14 @@ def flat_target() -> PreTrainedModel:
 
 COUNT = 10_000
 EXIT, SET = dict(exit_layer=1), dict(layers=(1, 2))
+GREEDY = (
+    EXIT | dict(greedy=True),
+    dict(layers=(0, 2), greedy=True),
+)  # without the first layer, what is likeliest is never accepted
 WHOLE = [
-    (rule, which | dict(greedy=greedy_drafts), setting, 200_000)
+    (rule, which, setting, 200_000)
     for rule in RULES
-    for which in (EXIT, SET)
-    for greedy_drafts in (False, True)
+    for which in (EXIT, SET, *GREEDY)
     for setting in range(len(SETTINGS))
 ]
 
@@ -247,7 +250,7 @@ WHOLE = [
         ("rejection", EXIT, 0, COUNT),
         ("block", EXIT, 1, COUNT),
         ("coupled", EXIT, 0, COUNT),
-        ("rejection", EXIT | dict(greedy=True), 1, COUNT),
+        ("rejection", GREEDY[0], 1, COUNT),
         ("rejection", SET, 1, COUNT),
         ("block", SET, 0, COUNT),
         *sampled(WHOLE, lambda case: False),
@@ -258,8 +261,7 @@ def test_law_of_samples(verification: str, which: dict[str, Any], setting: int, 
     options: dict[str, Any] = dict(num_draft_tokens=2, max_batch_size=4096, verification=verification)
     llm = engine.load(flat_target(), drafter=drafter, **options)
     assert p_value(llm, flat_target(), SETTINGS[setting], count) > 1e-3
-    accepted = llm.stats.accepted_tokens
-    assert min(accepted, llm.stats.draft_tokens - accepted) > COUNT / 20, "acceptance or rejection is hardly tested"
+    assert 0.05 < llm.stats.acceptance_rate < 0.95, "neither acceptance nor rejection is tested"
 
 
 def test_a_wrong_law_is_caught() -> None:
