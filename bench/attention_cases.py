@@ -20,6 +20,7 @@ from engine.kernels import attention_reference
 from engine.kernels.attention_ops import ragged_attention
 
 Inputs = dict[str, Any]  # arguments of ragged_attention, and the mask for the baseline
+DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class AttentionCase:
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
-    dtype: torch.dtype = torch.bfloat16
 
     @property
     def shape(self) -> str:
@@ -42,7 +42,7 @@ class AttentionCase:
     def bytes_moved(self) -> int:
         """K and V once, the query, and the output."""
         columns = 2 * self.num_kv_heads * self.length + 2 * self.num_heads * self.width
-        return self.batch * columns * self.head_dim * self.dtype.itemsize
+        return self.batch * columns * self.head_dim * DTYPE.itemsize
 
 
 GOAL_CASE = AttentionCase(batch=16, length=8192, width=6)  # see bench/goals.py
@@ -55,7 +55,7 @@ CPU_CASES = (AttentionCase(1, 512, 6), AttentionCase(4, 512, 6))
 
 def make_inputs(case: AttentionCase, device: str) -> Inputs:
     generator = torch.Generator(device).manual_seed(0)
-    random = partial(torch.randn, generator=generator, device=device, dtype=case.dtype)
+    random = partial(torch.randn, generator=generator, device=device, dtype=DTYPE)
     query = random(case.batch, case.width, case.num_heads, case.head_dim).transpose(1, 2)
     keys, values = (random(case.batch, case.num_kv_heads, case.length, case.head_dim) for _ in range(2))
     seq_lens = torch.full((case.batch,), case.length - case.width, device=device)
@@ -87,7 +87,7 @@ CONTENDERS: dict[str, Callable[[Inputs], Tensor]] = {"ours": ours, "masked sdpa"
 def check(case: AttentionCase, inputs: Inputs, output: Tensor) -> None:
     """Assert that an output is right: rounding in bfloat16 is a few thousandths of its size, any wrong key is more."""
     expected_shape = (case.batch, case.width, case.num_heads, case.head_dim)
-    assert output.shape == expected_shape and output.dtype == case.dtype, (output.shape, output.dtype)
+    assert output.shape == expected_shape and output.dtype == DTYPE, (output.shape, output.dtype)
     for row in {0, case.batch - 1}:
         one = {name: inputs[name][row : row + 1].float() for name in ("query", "keys", "values")}
         expected = attention_reference.ragged_attention(**one, seq_lens=inputs["seq_lens"][row : row + 1])[0]

@@ -10,7 +10,7 @@ import typer
 
 from . import cli_options as options
 from .cli_train import train
-from .default_model import find_model, usual_drafter
+from .default_model import usual_drafter, usual_target
 from .errors import EngineError
 from .prompt_files import read_prompts
 
@@ -290,7 +290,7 @@ def check(
         compile=compile,
     )
     given = read_prompts(prompts or [], prompts_file) if prompts or prompts_file else []
-    target = find_model() if target is None else target
+    target = usual_target(target)
     return run(CheckOptions(target, None if chosen == "none" else chosen, settings, given, max_new_tokens, as_json))
 
 
@@ -317,6 +317,6 @@ def _load(target: str | None, drafter: str, **settings: Any) -> "Engine":
     from .threads import use_all_cores
 
     use_all_cores()
-    target = find_model() if target is None else target
+    target = usual_target(target)
     with loading(target):
         return engine.load(target, drafter=None if drafter == "none" else drafter, **settings)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from . import cli_options as options
+from .default_model import usual_target
 from .hub import user_path
 from .prompt_files import Prompt, read_prompts
 from .training.options import LOSSES, METHODS, TrainingOptions
@@ -145,11 +146,9 @@ def train(
     The target answers the prompts and reads prompts and answers once more, for its hidden states; then the drafter learns.
     Stopped at any time, the same command goes on.
     """
-    from .default_model import find_model
-
     texts = [_unanswered(index, prompt) for index, prompt in enumerate(read_prompts([], prompts))]
     chosen = TrainingOptions(
-        method=method, target=find_model() if target is None else target, chat=chat,
+        method=method, target=usual_target(target), chat=chat,
         temperatures=tuple(temperatures or _DEFAULT.temperatures),
         max_new_tokens=max_new_tokens, max_length=max_length, batch_size=batch_size, validation_share=validation_share,
         draft_vocab_size=draft_vocab_size, layers=tuple(layers or ()), start_from=start_from,

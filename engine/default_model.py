@@ -26,6 +26,11 @@ def find_model() -> str:
     )
 
 
+def usual_target(target: str | None) -> str:
+    """What was asked for, or `find_model`'s."""
+    return find_model() if target is None else target
+
+
 def usual_drafter(target: str | None) -> str:
     """For a target that was asked for, or None for the one of `find_model`."""
     return DEFAULT_DRAFTER if target is None else "ngram"

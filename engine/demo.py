@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .default_model import find_model
+from .default_model import usual_target
 from .demo_prompts import PROMPTS, DemoPrompt
 from .terminal import (
     legend,
@@ -128,7 +128,7 @@ def _load(options: DemoOptions) -> "tuple[Engine, Engine]":
 
     check_drafter(options.drafter)
     use_all_cores()
-    target = find_model() if options.target is None else options.target
+    target = usual_target(options.target)
     settings: dict[str, Any] = {
         "num_draft_tokens": options.num_draft_tokens,
         "exact": options.exact,
@@ -225,7 +225,7 @@ def _environment(options: DemoOptions, llm: "Engine") -> dict[str, Any]:
     if model.device.type == "cuda":
         device = torch.cuda.get_device_name(model.device)
     return {
-        "target": Path(find_model() if options.target is None else options.target).name,
+        "target": Path(usual_target(options.target)).name,
         "drafter": options.drafter,
         "num_draft_tokens": options.num_draft_tokens,
         "exact": llm.exact,

@@ -130,10 +130,6 @@ class Graphs:
         """How many may be kept: few, if memory has run out."""
         return self._max
 
-    def __contains__(self, key: Hashable) -> bool:
-        """Whether it is captured: the results of `run` lie in one place."""
-        return key in self._captured
-
     def __len__(self) -> int:
         return len(self._captured)
 

@@ -101,7 +101,7 @@ def load(
     dtype, num_ranks = _dtype(dtype, target), _num_ranks(tensor_parallel, target, device)
     device = _device(device, target)
     check_kernels(device)
-    if compile and (tensor_parallel or torch.device(device).type != "cpu"):
+    if compile and (tensor_parallel or device.type != "cpu"):
         raise ValueError(
             f"compile must be False with tensor_parallel and on an accelerator, got device={str(device)!r}"
         )

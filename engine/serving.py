@@ -277,7 +277,7 @@ class Server:
             rows: the slots that run.
             first: the slot of the proposal's first row.
         """
-        if self._round.graphs.planned or self._state.tokens.device.type != "cpu":
+        if self._round.graphs.planned or not self._state.can_look:
             return lambda proposal: proposal
         return lambda proposal: self._lengths.trim(proposal, rows, first)
 

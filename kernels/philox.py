@@ -133,11 +133,9 @@ def arrivals(
     return later.masked_fill_(place[..., group] == token % GROUP, 0).add_(time[..., group])
 
 
-def race(
-    seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int, count: int, first: Tensor | int = 0
-) -> Tensor:
+def race(seed: Tensor, position: Tensor, origin: Tensor | int, stream: Tensor | int, count: int) -> Tensor:
     """The same as Gumbel noise, -log of the times: [..., count] float32."""
-    return arrivals(seed, position, origin, stream, count, first).log_().neg_()
+    return arrivals(seed, position, origin, stream, count).log_().neg_()
 
 
 def _words(

@@ -14,10 +14,8 @@ from itertools import product
 from typing import Any
 
 import torch
-from compile_kernels import PretendedDevice, parse_target, resources, widest_load
+from compile_kernels import pretending, resources, widest_load
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from engine.kernels.attention import ragged_attention
 from engine.kernels.cache import scatter_kv
@@ -115,16 +113,7 @@ def main() -> None:
     parser.add_argument("--serving", action="store_true", help="what is compiled while serving, one line each")
     given = parser.parse_args()
 
-    compiled: list[tuple[str, Any]] = []
-
-    def compile_only(self: JITFunction, grid: object) -> Callable[..., None]:
-        return lambda **kwargs: compiled.append((self.__name__, self.warmup(grid=grid, **kwargs)))
-
-    JITFunction.__getitem__ = compile_only
-    for text in given.targets:
-        target = parse_target(text)
-        driver.set_active(PretendedDevice(target))
-        torch.version.hip = "pretended" if target.backend == "hip" else None
+    for text, target, compiled in pretending(given.targets):
         seen: set[str] = set()
         for variant, call in serving() if given.serving else variants(given.dtype, text, given.whole):
             compiled.clear()

@@ -194,6 +194,21 @@ def widest_load(kernel: object, target: GPUTarget) -> int:
     return max(int(count or 1) * int(bits) // 8 for count, bits in loads)
 
 
+def pretending(targets: list[str]) -> Iterator[tuple[str, GPUTarget, list[tuple[str, Any]]]]:
+    """Each target in turn, and a list to which the kernels that calls would launch are added, compiled for it, with their names."""
+    compiled: list[tuple[str, Any]] = []
+
+    def compile_only(self: JITFunction, grid: object) -> Callable[..., None]:
+        return lambda **kwargs: compiled.append((self.__name__, self.warmup(grid=grid, **kwargs)))
+
+    JITFunction.__getitem__ = compile_only
+    for text in targets:
+        target = parse_target(text)
+        driver.set_active(PretendedDevice(target))
+        torch.version.hip = "pretended" if target.backend == "hip" else None
+        yield text, target, compiled
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("targets", nargs="+")
@@ -203,17 +218,8 @@ def main() -> None:
     parser.add_argument("--serving", action="store_true", help="what is compiled after a warm-up, one line each")
     arguments = parser.parse_args()
 
-    compiled: list[tuple[str, object]] = []
-
-    def compile_only(self: JITFunction, grid: object) -> Callable[..., None]:
-        return lambda **kwargs: compiled.append((self.__name__, self.warmup(grid=grid, **kwargs)))
-
-    JITFunction.__getitem__ = compile_only
-    for text in arguments.targets:
-        target = parse_target(text)
-        driver.set_active(PretendedDevice(target))
-        ops.check_kernels = lambda device: None  # tensors of the pretended device are the CPU's
-        torch.version.hip = "pretended" if target.backend == "hip" else None
+    ops.check_kernels = lambda device: None  # tensors of the pretended device are the CPU's
+    for text, target, compiled in pretending(arguments.targets):
         if arguments.serving:
             print_what_serving_compiles()
             continue

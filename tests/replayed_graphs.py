@@ -42,7 +42,7 @@ class CountedGraphs(Graphs):
     replays = 0
 
     def run(self, key: Any, work: Callable[[], Any]) -> Any:
-        self.replays += key in self
+        self.replays += key in self._captured
         return super().run(key, work)
 
 

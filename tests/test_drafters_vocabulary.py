@@ -4,6 +4,7 @@ import copy
 import logging
 import string
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -316,7 +317,7 @@ def test_as_many_steps_as_the_targets_tokens_are_long() -> None:
         def follow(self, state: Any) -> list[Translation]:
             return [text]
 
-        warming_up = False
+        graphs = SimpleNamespace(warming_up=False)
 
         def captures(self, state: Any) -> bool:
             return False

@@ -445,7 +445,7 @@ def test_the_least_recently_used_graph_makes_room(caplog: pytest.LogCaptureFixtu
     for keys, captured in (("aabba", "ab"), ("cc", "ac"), ("b", "bc"), ("dd", "bd")):
         for key in keys:
             graphs.run(key, lambda: None)
-        assert [key for key in "abcd" if key in graphs] == list(captured)
+        assert [key for key in "abcd" if key in graphs._captured] == list(captured)
     assert [r.message for r in caplog.records] == [
         "more than 2 CUDA graphs are wanted: those not used for longest are forgotten"
     ]

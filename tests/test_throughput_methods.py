@@ -387,7 +387,7 @@ def test_presets_on_stand_ins(name: str, tmp_path: Path) -> None:
     family = next(key for key in FAMILIES if name.startswith(key))
     architecture, big, small = FAMILIES[family]
     target = save(tmp_path / "big", architecture, **big)
-    count = len(preset.options["drafters"])
+    count = len(preset["drafters"])
     drafters = [save(tmp_path / f"small{i}", architecture, **small, num_hidden_layers=1) for i in range(count)]
     out = tmp_path / "out"
     words = ["--preset", name, "--out", str(out), "--target", target, "--drafters", *drafters, "-n", "5"]
@@ -395,9 +395,9 @@ def test_presets_on_stand_ins(name: str, tmp_path: Path) -> None:
     about = json.loads((out / "run.json").read_text())
     options = about["options"]
     assert about["complete"] and about["skipped"] == []
-    assert options["max_new_tokens"] == [5] and options["num_draft_tokens"] == list(preset.options["num_draft_tokens"])
+    assert options["max_new_tokens"] == [5] and options["num_draft_tokens"] == list(preset["num_draft_tokens"])
     records = read_records(out)
-    ks = preset.options["num_draft_tokens"]
+    ks = preset["num_draft_tokens"]
     for drafter in range(count):
         for k in ks:
             for method in (f"ours small{drafter} K={k}", f"ours small{drafter} K={k}, sampled drafts"):
@@ -412,10 +412,10 @@ def test_presets_on_stand_ins(name: str, tmp_path: Path) -> None:
 
 
 def test_presets_name_what_they_are() -> None:
-    assert PRESETS["gpt2"].options["max_new_tokens"] == (50, 100, 200, 500)
-    assert PRESETS["gpt2"].options["num_draft_tokens"] == (1, 2, 4, 8)
+    assert PRESETS["gpt2"]["max_new_tokens"] == (50, 100, 200, 500)
+    assert PRESETS["gpt2"]["num_draft_tokens"] == (1, 2, 4, 8)
     for preset in PRESETS.values():
-        options = Options(out=Path("/nowhere"), **preset.options)
+        options = Options(out=Path("/nowhere"), **preset)
         assert [p.turns[0] for p in read_prompts(options.prompts)] == [
             "The future of AI",
             "Robot learning emotions",

@@ -223,7 +223,7 @@ def test_what_other_servers_load_is_what_is_trained_by_default(tmp_path: Path) -
 
 
 def test_who_loads_a_head() -> None:
-    assert [initial_model.layers_to_read(count) for count in (30, 7, 6, 3, 2, 1)] == [
+    assert [initial_model.layers_of_new_head(count) for count in (30, 7, 6, 3, 2, 1)] == [
         (2, 15, 27), (2, 3, 4), (3, 4, 5), (0, 1, 2), (0, 1, 2), (0, 1),
     ]  # fmt: skip
     assert for_this_engine_alone((2, 15, 27), 30, False) == []

@@ -10,7 +10,8 @@ from torch import nn
 from engine.training import loop
 from engine.training.batches import batches
 from engine.training.hidden import Text
-from engine.training.loop import CLIP, Schedule, learning_rate, train
+from engine.training.loop import CLIP, learning_rate, train
+from engine.training.options import TrainingOptions
 
 
 class Toy(nn.Module):
@@ -46,9 +47,9 @@ def test_training_is_the_textbooks_loop(tmp_path: Path) -> None:
     A drafter that was trained otherwise still works, and is only worse.
     """
     texts, validation = groups_of(range(1, 30)), groups_of(range(1000, 1005))
-    schedule = Schedule(epochs=3, learning_rate=0.3, tokens_per_batch=8, seed=5)
+    options = TrainingOptions("medusa", "target", epochs=3, learning_rate=0.3, tokens_per_batch=8, seed=5)
     module, expected = Toy(), Toy()
-    log = train(module, texts, validation, tmp_path, schedule)
+    log = train(module, texts, validation, tmp_path, options)
     ends = [record["validation"]["loss"] for record in log if "validation" in record]
     optimizer = torch.optim.AdamW(expected.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01)
     tokens, rates, losses = 0, [], []
@@ -77,5 +78,6 @@ def test_checkpoints_come_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monk
     clock, save, saved = iter(range(0, 10**6, 10)), torch.save, []
     monkeypatch.setattr(loop, "_now", lambda: next(clock))
     monkeypatch.setattr(torch, "save", lambda *given: saved.append(1) or save(*given))
-    log = train(Toy(), groups_of(range(60)), groups_of(range(2)), tmp_path, Schedule(epochs=1, tokens_per_batch=1))
+    options = TrainingOptions("medusa", "target", epochs=1, tokens_per_batch=1)
+    log = train(Toy(), groups_of(range(60)), groups_of(range(2)), tmp_path, options)
     assert len(log) == 61 and 8 <= len(saved) <= 11

@@ -15,7 +15,6 @@ from training_cases import PROMPTS, options, write_target
 import engine
 from engine.training import hidden, initial_model, run
 from engine.training.answers import answer_prompts, read_answers
-from engine.training.loop import Schedule
 from engine.training.options import TrainingOptions
 from engine.training.run import train_drafter
 
@@ -76,9 +75,10 @@ def test_every_option_is_used(
         target, method, seed=7, learning_rate=3e-3, tokens_per_batch=333, epochs=3, learn_prompts=True, max_new_tokens=5,
         temperatures=(0.3, 0.9), max_length=40, batch_size=3, validation_share=0.25, loss="lk", **OWN[method],
     )  # fmt: skip
-    module, texts, validation, _, schedule = up_to_the_training(PROMPTS, tmp_path, chosen)
+    module, texts, validation, _, trained = up_to_the_training(PROMPTS, tmp_path, chosen)
     assert told["answers"] == ((0.3, 0.9), 5, 7, 40) and told["batch"] == 3
-    assert schedule == Schedule(epochs=3, learning_rate=3e-3, tokens_per_batch=333, seed=7, learn_prompts=True)
+    for name in ("epochs", "learning_rate", "tokens_per_batch", "seed", "learn_prompts"):
+        assert getattr(trained, name) == getattr(chosen, name)
     assert [sum(map(len, part)) for part in (texts, validation)] == [18, 6]
     assert module.loss == "lk"
     if method == "draft-model":

@@ -129,7 +129,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, bool, bool]:
     if report_only and others:
         rule = "--report-only must have no other option than --out: the run there has its own"
         made.error(f"{rule}, got {', '.join(others)}")
-    settings = dict(PRESETS[given["preset"]].options) if "preset" in given else {}
+    settings = dict(PRESETS[given["preset"]]) if "preset" in given else {}
     settings |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if any(drafter.startswith("synthetic:") for drafter in settings.get("drafters", ())):
         # Else plain decoding and verification, of another width, part through rounding, and behind that no draft is right.
@@ -152,7 +152,7 @@ def command(options: Mapping[str, Any], out: str) -> str:
 
 def _defaults(preset: str | None) -> dict[str, Any]:
     """What options are that nobody gave."""
-    usual = Options(out=Path(), **(PRESETS[preset].options if preset else {})).as_dict() | {"preset": None}
+    usual = Options(out=Path(), **(PRESETS[preset] if preset else {})).as_dict() | {"preset": None}
     if usual["target"] is None:
         with suppress(FileNotFoundError):  # not installed here
             usual["target"] = Path(find_model()).name

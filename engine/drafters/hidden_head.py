@@ -49,7 +49,7 @@ class HiddenHeadDrafter:
     model: Any
     observes_width_only = True  # see `Drafter`
 
-    def __init__(self, model: HeadModel, greedy: bool, source: Any) -> None:
+    def __init__(self, model: HeadModel, greedy: bool = False, source: Any = "drafter") -> None:
         check_instance("model", model, HeadModel)
         check_bool("greedy", greedy)
         self.model, self.greedy, self._source = model, greedy, source

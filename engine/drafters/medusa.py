@@ -35,9 +35,6 @@ class MedusaDrafter(HiddenHeadDrafter):
 
     model: MedusaHeads
 
-    def __init__(self, model: MedusaHeads, greedy: bool = False, source: Any = "drafter") -> None:
-        super().__init__(model, greedy, source)
-
     @staticmethod
     def matches(config: dict[str, Any], names: Collection[str]) -> bool:
         """Whether the config, or else the names of the tensors, are those of Medusa heads."""

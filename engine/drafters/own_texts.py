@@ -108,11 +108,6 @@ class OwnTexts:
         self._captured = False
         self._places: dict[torch.Size, Tensor] = {}  # where graphs find what they are told, by its shape
 
-    @property
-    def warming_up(self) -> bool:
-        """See `Graphs`."""
-        return self.graphs.warming_up
-
     def reserve(self, length: int) -> None:
         """Make room for rows of this length, and for drafts behind them."""
         self._ragged.cache.reserve(length + _DRAFTS)

@@ -78,7 +78,7 @@ class ReencodingDraftModel:
         texts = self._own.follow(state)
         counts = [self._num_steps(text, num_draft_tokens) for text in texts]
         num_steps = max(counts)
-        if not num_steps and self._own.warming_up:  # of no text, as graphs are made in advance
+        if not num_steps and self._own.graphs.warming_up:  # of no text, as graphs are made in advance
             num_steps = num_draft_tokens + 1
         if self._own.captures(state):
             num_steps += num_steps % 2  # few different numbers, for few graphs

@@ -46,12 +46,13 @@ def layers_to_keep(target: PreTrainedModel, options: TrainingOptions) -> tuple[i
 def layers_of_head(options: TrainingOptions, start: EagleDrafter | None, count: int) -> tuple[int, ...]:
     """Those of a target of so many that an EAGLE-3 head is to read: the first head's, those that were asked for, or the usual ones."""
     if start is None:
-        return options.layers or layers_to_read(count)
+        return options.layers or layers_of_new_head(count)
     return start.layers or options.layers or usual_layers(count)
 
 
-def layers_to_read(count: int) -> tuple[int, ...]:
-    """The hidden states of a target of so many layers that an EAGLE-3 head reads, unless told otherwise: three."""
+def layers_of_new_head(count: int) -> tuple[int, ...]:
+    """The hidden states of a target of so many layers that a new EAGLE-3 head reads, unless told otherwise: three, or all there
+    are."""
     if count >= 7:  # with fewer, two are the same one
         return usual_layers(count)
     return tuple(range(count - 3, count) if count >= 3 else range(count + 1))

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,6 +22,7 @@ from ..errors import EngineError
 from .batches import Batch, TextGroups, batches
 from .files import replacing
 from .hidden import KeptTexts
+from .options import TrainingOptions
 
 WARMUP = 0.03  # share of the run in which the learning rate rises
 FINAL_RATE = 0.05  # of the highest learning rate, at the end
@@ -32,27 +32,8 @@ SECONDS_BETWEEN_CHECKPOINTS = 60.0  # at least
 CHECKPOINT = "checkpoint.pt"
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How long and how fast to train.
-
-    Attributes:
-        epochs: times that every text is seen.
-        learning_rate: the highest.
-        tokens_per_batch: padding included.
-        seed: of the order of the texts.
-        learn_prompts: from them as from answers; validation is over answers.
-    """
-
-    epochs: int = 4
-    learning_rate: float = 1e-3
-    tokens_per_batch: int = 4096
-    seed: int = 0
-    learn_prompts: bool = False
-
-
 def train(
-    module: nn.Module, texts: KeptTexts, validation: TextGroups, folder: Path, schedule: Schedule
+    module: nn.Module, texts: KeptTexts, validation: TextGroups, folder: Path, options: TrainingOptions
 ) -> list[dict[str, Any]]:
     """Train to the end, going on from `folder`'s checkpoint if there is one.
 
@@ -71,11 +52,11 @@ def train(
         EngineError: if the loss is no finite number any more.
         OSError: if a checkpoint cannot be written; the one before it stays.
     """
-    run = _Run(module, folder, schedule, total_tokens=schedule.epochs * texts.num_tokens)
+    run = _Run(module, folder, options, total_tokens=options.epochs * texts.num_tokens)
     run.resume()
     with tqdm(total=run.total_tokens, initial=run.tokens, unit="token", unit_scale=True, desc="training") as bar:
-        while run.epoch < schedule.epochs:
-            found = batches(texts, schedule.tokens_per_batch, schedule.seed, run.epoch, schedule.learn_prompts)
+        while run.epoch < options.epochs:
+            found = batches(texts, options.tokens_per_batch, options.seed, run.epoch, options.learn_prompts)
             for index, batch in enumerate(found):
                 if index < run.batch:  # done before the interruption
                     continue
@@ -84,7 +65,7 @@ def train(
                 bar.update(tokens)
                 bar.set_postfix_str(f"loss {record['loss']:.3f}")
                 run.checkpoint(final=False)
-            run.end_epoch(evaluate(module, batches(validation, schedule.tokens_per_batch, 0, 0)))
+            run.end_epoch(evaluate(module, batches(validation, options.tokens_per_batch, 0, 0)))
     run.write_log()  # should the run have been killed between its last checkpoint and that
     return run.log
 
@@ -145,11 +126,11 @@ def acceptance(outcomes: Tensor | list[Tensor]) -> list[float]:
 class _Run:
     """A run's state: what its checkpoint holds."""
 
-    def __init__(self, module: nn.Module, folder: Path, schedule: Schedule, total_tokens: int) -> None:
-        self.module, self.folder, self.schedule, self.total_tokens = module, folder, schedule, total_tokens
+    def __init__(self, module: nn.Module, folder: Path, options: TrainingOptions, total_tokens: int) -> None:
+        self.module, self.folder, self.options, self.total_tokens = module, folder, options, total_tokens
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
+            self.parameters, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
         )
         self.epoch = self.batch = self.tokens = 0
         self.log: list[dict[str, Any]] = []
@@ -158,7 +139,7 @@ class _Run:
 
     def step(self, batch: Batch, tokens: int) -> dict[str, Any]:
         """One update."""
-        rate = self.schedule.learning_rate * learning_rate(self.tokens / self.total_tokens)
+        rate = self.options.learning_rate * learning_rate(self.tokens / self.total_tokens)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with _autocast(self._device):

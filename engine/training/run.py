@@ -31,7 +31,7 @@ from .eagle3_files import save_eagle3
 from .files import SAVING, begin, check_out, checkpoint_digest, no_room, replacing, settings_of
 from .hidden import KeptTexts
 from .initial_model import head_to_start_from, layers_of_head, layers_to_keep, objective_of
-from .loop import Schedule, is_done, train
+from .loop import is_done, train
 from .objectives import DraftModelTraining
 from .options import TrainingOptions
 from .plots import plot_training
@@ -103,7 +103,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         objective = objective_of(target, parts["training"], options, start)
         if isinstance(objective, Eagle3Training):  # what it came to, for the card
             options = replace(options, draft_vocab_size=len(objective.draft_ids))
-        log = train(objective, texts["training"], texts["validation"], work, _schedule(options))
+        log = train(objective, texts["training"], texts["validation"], work, options)
         _save(objective, target, tokenizer, out, options)
         plot_training(log, out / "training.png")
         with replacing(out / "README.md") as partial:
@@ -119,16 +119,6 @@ def _settings(options: TrainingOptions, prompts: Sequence[Any]) -> dict[str, Any
         if name is not None and (path := find_head(name) or user_path(name)).exists():
             settings[f"{role}_sha256"] = checkpoint_digest(path)
     return settings
-
-
-def _schedule(options: TrainingOptions) -> Schedule:
-    return Schedule(
-        epochs=options.epochs,
-        learning_rate=options.learning_rate,
-        tokens_per_batch=options.tokens_per_batch,
-        seed=options.seed,
-        learn_prompts=options.learn_prompts,
-    )
 
 
 def _check_prompts(prompts: Sequence[Any]) -> None:

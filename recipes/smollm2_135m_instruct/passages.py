@@ -125,40 +125,40 @@ def record(rng: random.Random) -> str:
 
 GERMAN_SUBJECTS = [
     "Der Bürgermeister",
-    " Die Polizei",
-    " Mein Bruder",
-    " Die alte Frau",
-    " Der junge Lehrer",
-    " Ein Sprecher der Firma",
-    "\nDie Regierung",
-    " Das Museum",
-    " Der Verein",
-    " Die Stadt",
-    " Unsere Nachbarin",
-    " Der Trainer",
-    " Die Ärztin",
-    " Ein Zeuge",
-    " Die Schule",
-    "\nDer Minister",
-    " Die Forscher der Universität",
-    " Das Gericht",
-    " Der Künstler",
-    " Die Feuerwehr",
+    "Die Polizei",
+    "Mein Bruder",
+    "Die alte Frau",
+    "Der junge Lehrer",
+    "Ein Sprecher der Firma",
+    "Die Regierung",
+    "Das Museum",
+    "Der Verein",
+    "Die Stadt",
+    "Unsere Nachbarin",
+    "Der Trainer",
+    "Die Ärztin",
+    "Ein Zeuge",
+    "Die Schule",
+    "Der Minister",
+    "Die Forscher der Universität",
+    "Das Gericht",
+    "Der Künstler",
+    "Die Feuerwehr",
 ]
 GERMAN_TIMES = [
     "gestern",
-    " am Montag",
-    " im vergangenen Jahr",
-    " heute Morgen",
-    " seit drei Wochen",
-    " nach der Sitzung",
-    " im Sommer",
-    "\nvor zehn Jahren",
-    " am Wochenende",
-    " trotz des Regens",
-    " kurz nach Mitternacht",
-    " zum ersten Mal",
-    " in diesem Herbst",
+    "am Montag",
+    "im vergangenen Jahr",
+    "heute Morgen",
+    "seit drei Wochen",
+    "nach der Sitzung",
+    "im Sommer",
+    "vor zehn Jahren",
+    "am Wochenende",
+    "trotz des Regens",
+    "kurz nach Mitternacht",
+    "zum ersten Mal",
+    "in diesem Herbst",
 ]
 GERMAN_VERBS = [
     ("hat", "einen neuen Plan vorgestellt"), ("hat", "über die Kosten des Projekts gesprochen"),
@@ -173,21 +173,21 @@ GERMAN_VERBS = [
 ]  # fmt: skip
 GERMAN_ENDS = [
     "",
-    " , sagte er der Zeitung",
-    " , wie der Sender berichtet",
-    " , obwohl niemand damit gerechnet hatte",
-    "\n, weil das Wetter so gut war",
-    " , und alle waren zufrieden",
-    " , aber es gibt noch viele Fragen",
-    " , damit die Arbeit leichter wird\n",
+    ", sagte er der Zeitung",
+    ", wie der Sender berichtet",
+    ", obwohl niemand damit gerechnet hatte",
+    ", weil das Wetter so gut war",
+    ", und alle waren zufrieden",
+    ", aber es gibt noch viele Fragen",
+    ", damit die Arbeit leichter wird",
 ]
 
 
 def german(rng: random.Random) -> str:
     """A sentence."""
-    subject, (auxiliary, rest) = rng.choice(GERMAN_SUBJECTS).strip(), rng.choice(GERMAN_VERBS)
-    time = rng.choice(GERMAN_TIMES).strip()
-    end = rng.choice(GERMAN_ENDS).strip()
+    subject, (auxiliary, rest) = rng.choice(GERMAN_SUBJECTS), rng.choice(GERMAN_VERBS)
+    time = rng.choice(GERMAN_TIMES)
+    end = rng.choice(GERMAN_ENDS)
     if rng.random() < 0.5:
         return f"{subject} {auxiliary} {time} {rest}{end}."
     low = subject[0].lower() + subject[1:]
