@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_peft_available, is_protobuf_available, is_sentencepiece_available
 
@@ -15,7 +14,7 @@ from . import parallel
 from .cpu_layers import fuse_cpu_layers
 from .errors import UnsupportedModelError
 from .gguf import converted
-from .hub import existing_path, naming_errors
+from .hub import existing_path, files_of, hub_errors
 from .packing import pack_linears
 from .pretrained import whole_model
 from .support import check_config
@@ -54,12 +53,16 @@ def read_checkpoint(
     location = locate(source, role, dtype)
     if isinstance(location, PreTrainedModel):
         return Checkpoint(location, tokenizer)
-    config = read_config(location, role)
-    if not is_peft_available() and _has(location, ["adapter_config.json"]):  # transformers would leave the adapter out
+    config, folder = read_config(location, role), files_of(location, role)
+    if (
+        not is_peft_available() and (folder / "adapter_config.json").exists()
+    ):  # transformers would leave the adapter out
         raise ImportError(
             f"{role} has an adapter beside its weights, which needs the package peft (pip install peft): {source}"
         )
-    _check_generation_config(location, role)
+    _check_generation_config(folder, role)
+    if tokenizer is None:
+        tokenizer = _tokenizer(folder, location, role)
     options: dict[str, Any] = {}
     if num_ranks is not None:
         parallel.check_divisible(config, num_ranks, role)
@@ -72,14 +75,12 @@ def read_checkpoint(
         model = whole_model(location, config, dtype=dtype, **options)
     except MemoryError:
         raise
-    except OSError as error:
+    except hub_errors() as error:
         raise OSError(f"{role} must be a checkpoint that can be read; loading {source} failed: {error}") from error
     except ImportError as error:
         raise ImportError(f"{role} needs a package that is not there; loading {source} failed: {error}") from error
     except Exception as error:  # safetensors and transformers have many kinds for damaged weights
         raise ValueError(f"{role} must be an intact checkpoint; loading {source} failed: {error}") from error
-    if tokenizer is None:
-        tokenizer = _tokenizer(location, role)
     if not options:  # slices are where they belong
         model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
         pack_linears(model)
@@ -87,9 +88,9 @@ def read_checkpoint(
     return Checkpoint(model, tokenizer)
 
 
-def _check_generation_config(location: str, role: str) -> None:
+def _check_generation_config(folder: Path, role: str) -> None:
     """Raise ValueError for a damaged generation_config.json, in whose place transformers makes one up: ends of text would be lost."""
-    file = Path(location) / "generation_config.json"
+    file = folder / "generation_config.json"
     if not file.is_file():
         return
     try:
@@ -132,14 +133,22 @@ def _check_source(source: Any, role: str) -> Path:
     path = existing_path(str(source), role)
     if path.is_file() and path.suffix.lower() != ".gguf":
         raise ValueError(f"{role} must be a GGUF file, a folder or a hub id, got the file {path}")
-    if path.is_dir() and not (path / "config.json").is_file():
-        if (path / "adapter_config.json").is_file():
-            raise ValueError(
-                f"{role} must be a whole model, got the adapter {path}: load it and its base model with transformers, and pass the "
-                f"live model, or merge the two with merge_and_unload() of peft"
-            )
-        raise ValueError(f"{role} must be a folder with a config.json, got {path} without one")
+    if path.is_dir():
+        _check_has_config(path, str(path), role)
     return path
+
+
+def _check_has_config(folder: Path, location: str, role: str) -> None:
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{role} must be a whole model, got the adapter {location}: load it and its base model with transformers, and pass the "
+            f"live model, or merge the two with merge_and_unload() of peft"
+        )
+    kind = "folder" if Path(location).is_dir() else "hub repository"
+    hint = "" if kind == "folder" else " (of a GGUF file, pass the path to which it was downloaded)"
+    raise ValueError(f"{role} must be a {kind} with a config.json, got {location} without one{hint}")
 
 
 def read_config(location: str, role: str) -> PretrainedConfig:
@@ -150,10 +159,11 @@ def read_config(location: str, role: str) -> PretrainedConfig:
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
         OSError: for a hub id that cannot be had.
     """
+    folder = files_of(location, role)
+    _check_has_config(folder, location, role)
     try:
-        with naming_errors(location, role):
-            # Unless told, transformers asks on standard input whether to run a checkpoint's own code, which is of no use here.
-            config: PretrainedConfig = AutoConfig.from_pretrained(location, trust_remote_code=False)
+        # Unless told, transformers asks on standard input whether to run a checkpoint's own code, which is of no use here.
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # of many kinds, for values of another type than a field has
@@ -170,24 +180,14 @@ def read_config(location: str, role: str) -> PretrainedConfig:
     return config
 
 
-def _tokenizer(location: str, role: str) -> Any:
+def _tokenizer(folder: Path, location: str, role: str) -> Any:
     """The checkpoint's tokenizer, or None where it has none: prompts are token ids then."""
-    if Path(location).is_dir() and not _has(location, _TOKENIZER_FILES):
-        return None
-    try:
-        return read_tokenizer(location, role)
-    except ValueError:
-        if _has(location, _TOKENIZER_FILES):
-            raise
-        return None
+    return read_tokenizer(location, role) if _has(folder, _TOKENIZER_FILES) else None
 
 
-def _has(location: str, names: Collection[str]) -> bool:
-    """Whether there is one of these files in a folder, or among those of a hub id that have been fetched."""
-    folder = Path(location)
-    if folder.is_dir():
-        return any((folder / name).exists() for name in names)
-    return any(isinstance(try_to_load_from_cache(location, name), str) for name in names)
+def _has(folder: Path, names: Collection[str]) -> bool:
+    """Whether there is one of these files."""
+    return any((folder / name).exists() for name in names)
 
 
 def read_tokenizer(location: str, role: str) -> Any:
@@ -202,12 +202,10 @@ def read_tokenizer(location: str, role: str) -> Any:
     path = existing_path(location, role)
     if path.is_file():
         raise ValueError(f"{role} must be a folder or a hub id that has a tokenizer, got the file {path}")
+    folder = files_of(location, role)
     try:
-        with naming_errors(location, role):
-            # Where mistral-common is installed transformers would take its tokenizer, which has no added tokens and no template.
-            tokenizer = AutoTokenizer.from_pretrained(
-                path if path.is_dir() else location, trust_remote_code=False, mistral_format=False
-            )
+        # Where mistral-common is installed transformers would take its tokenizer, which has no added tokens and no template.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, mistral_format=False)
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:  # of many kinds, one of them Rust's
@@ -217,7 +215,7 @@ def read_tokenizer(location: str, role: str) -> Any:
                 f"not run: load it with transformers, and pass it as tokenizer= to engine.load"
             ) from error
         # transformers then takes a vocabulary of SentencePiece for one of tiktoken.
-        if not _has(location, ["tokenizer.json"]) and _has(location, _SENTENCEPIECE) and not _reads_sentencepiece():
+        if not _has(folder, ["tokenizer.json"]) and _has(folder, _SENTENCEPIECE) and not _reads_sentencepiece():
             raise ImportError(
                 f"{role} needs the packages sentencepiece and protobuf (pip install sentencepiece protobuf), as the tokenizer of "
                 f"{location} has no tokenizer.json; reading it failed: {error}"
@@ -225,7 +223,7 @@ def read_tokenizer(location: str, role: str) -> Any:
         raise ValueError(f"{role} must have an intact tokenizer; reading that of {location} failed: {error}") from error
     # As transformers makes one where the vocabulary is missing; it drops all text.
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    if added and len(tokenizer) <= len(added) and not _has(location, _VOCABULARIES):
+    if added and len(tokenizer) <= len(added) and not _has(folder, _VOCABULARIES):
         raise ValueError(
             f"{role} must have an intact tokenizer; that of {location} has no vocabulary but {len(added)} added tokens: its "
             f"tokenizer.json, or what takes the place of that, is missing"

@@ -318,5 +318,5 @@ def _load(target: str | None, drafter: str, **settings: Any) -> "Engine":
 
     use_all_cores()
     target = usual_target(target)
-    with loading(target):
+    with loading(target, drafter):
         return engine.load(target, drafter=None if drafter == "none" else drafter, **settings)

@@ -135,7 +135,7 @@ def _load(options: DemoOptions) -> "tuple[Engine, Engine]":
         "max_batch_size": 1,
     }
     hint = " (the first time takes about 20 s)" if target.endswith(".gguf") else ""
-    with loading(target, hint, note=True):
+    with loading(target, options.drafter, hint, note=True):
         plain = engine.load(target, drafter=None, dtype=options.dtype, device=options.device, **settings)
         speculative = engine.load(plain.target_model, drafter=options.drafter, tokenizer=plain.tokenizer, **settings)
     return plain, speculative

@@ -1,11 +1,16 @@
-"""Hub ids and paths: telling them apart, and errors that name them."""
+"""Hub ids and paths: telling them apart, fetching what is beside the weights, and errors that name them."""
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+_BESIDE_WEIGHTS = (
+    "config.json", "generation_config.json", "adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
+)  # fmt: skip
 _HUB_ID = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
 
 
@@ -28,19 +33,60 @@ def existing_path(source: str, role: str) -> Path:
     """
     path = user_path(source)
     if not path.exists() and not may_be_hub_id(source):
-        raise FileNotFoundError(f"{role} must be an existing path or a hub id, got {source!r}, which does not exist")
+        hint = "; a hub id is owner/name, without address and revision" if "://" in source or "@" in source else ""
+        raise FileNotFoundError(
+            f"{role} must be an existing path or a hub id, got {source!r}, which does not exist{hint}"
+        )
     return path
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What is raised where the hub cannot be reached, lacks something, or a connection breaks off."""
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the httpx that it uses
+
+    return OSError, HTTPError
 
 
 @contextmanager
 def naming_errors(source: str, role: str) -> Iterator[None]:
-    """The OSErrors of a hub id that cannot be had name it, and the argument."""
+    """The errors of a hub id that cannot be had are OSErrors that name it, and the argument."""
     try:
         yield
-    except OSError as error:
+    except hub_errors() as error:
         if user_path(source).exists():
             raise
         names = "\n(Or one of the names ngram, suffix, layer_skip:N, staged:MODEL.)" if role == "drafter" else ""
         raise OSError(
             f"{role} must be an existing path or a hub id that can be had, got {source!r}: {error}{names}"
         ) from error
+
+
+def files_of(source: str, role: str) -> Path:
+    """The folder with all of a checkpoint but its weights: a path as it is, or what the hub has of an id, in the cache.
+
+    Raises:
+        FileNotFoundError: for a path that does not exist.
+        OSError: for a hub id that cannot be had.
+    """
+    path = existing_path(source, role)
+    return path if path.exists() else fetched(source, role, _BESIDE_WEIGHTS, shown=False)
+
+
+def fetched(source: str, role: str, patterns: Sequence[str], ignored: Sequence[str] = (), shown: bool = True) -> Path:
+    """The folder in the cache with the files of a hub id that these patterns fit; those in its subfolders are other checkpoints'.
+
+    Without a network it is what the cache has.
+
+    Raises:
+        OSError: if it cannot be had.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class Hidden(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"disable": True})
+
+    with naming_errors(source, role):
+        bars: dict[str, Any] = {} if shown else {"tqdm_class": Hidden}
+        return Path(snapshot_download(source, allow_patterns=[*patterns], ignore_patterns=["*/*", *ignored], **bars))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from .hub import user_path
+from .heads import find_head
+from .hub import may_be_hub_id, user_path
 
 if TYPE_CHECKING:
     from .metrics import Stats
@@ -105,20 +106,28 @@ def working(message: str, note: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def loading(target: str, hint: str = "", note: bool = False) -> Iterator[None]:
-    """Show that a model is being loaded, and quieten what transformers says meanwhile.
+def loading(target: str, drafter: str = "none", hint: str = "", note: bool = False) -> Iterator[None]:
+    """Show that a model is being loaded, and its drafter, and quieten what transformers says meanwhile.
 
     A download keeps its own progress bars, beside which there is no room for a spinner.
     """
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    if user_path(target).exists():
-        logging.disable_progress_bar()
-        with working(f"loading {Path(target).name}{hint}", note):
-            yield
-    else:
+    if any(map(_is_of_the_hub, [target, *drafter.split("+")])):
+        logging.enable_progress_bar()
         yield
+        return
+    logging.disable_progress_bar()
+    with working(f"loading {Path(target).name}{hint}", note):
+        yield
+
+
+def _is_of_the_hub(part: str) -> bool:
+    """As drafters/named.py finds it, which takes seconds to import."""
+    name = part.removeprefix("staged:")
+    known = name in ("none", "ngram", "suffix") or find_head(name) is not None
+    return not known and not user_path(name).exists() and may_be_hub_id(name)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from cli_fakes import FakeEngine, json_lines
 from rich.console import Console
 from rich.text import Text
+from transformers.utils import logging
 
 from engine import cli, demo, demo_prompts, terminal, threads
 from engine.heads import DEFAULT_DRAFTER
@@ -100,6 +101,21 @@ def test_demo_has_a_trained_head_for_its_own_target(engines: list[FakeEngine]) -
     assert [llm.options["drafter"] for llm in engines] == [None, DEFAULT_DRAFTER]
     assert cli.main(["demo", "--repeats", "1", "-d", "suffix"]) == 0
     assert engines[-1].options["drafter"] == "suffix"
+
+
+def test_a_download_keeps_its_bars(tmp_path: Path) -> None:
+    """Of the target or of the drafter; a spinner has no room beside them."""
+    shown, before = [], logging.is_progress_bar_enabled()
+    for sources in (
+        [tmp_path, "ngram+eagle3-SmolLM2-135M-Instruct"],
+        [tmp_path, "ngram+some/head"],
+        [tmp_path],
+        ["some/model"],
+    ):
+        with terminal.loading(*map(str, sources)):
+            shown.append(logging.is_progress_bar_enabled())
+    (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+    assert shown == [False, True, False, True]
 
 
 def test_demo_says_what_is_slower_or_differs(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from eagle_checkpoints import Head
@@ -14,7 +15,6 @@ from tiny_models import VOCAB, greedy, tiny
 from transformers import PreTrainedModel
 
 import engine
-from engine.drafters import recognise as recognition
 from engine.drafters.eagle import EagleDrafter
 from engine.drafters.medusa import MedusaDrafter
 from engine.drafters.mlp import MlpSpeculatorDrafter
@@ -165,12 +165,14 @@ def test_nothing_but_the_config_is_fetched_of_a_draft_model(tmp_path: Path, monk
     folders["some/model"] = tmp_path / "model"
     fetched = []
 
-    def snapshot(repository: str, allow_patterns: list[str]) -> str:
-        fetched.append((repository, "*.bin" in allow_patterns))
+    def snapshot(repository: str, allow_patterns: list[str], ignore_patterns: list[str], **bars: Any) -> str:
+        assert "*/*" in ignore_patterns
+        if weights := {"*.safetensors", "*.bin"} & set(allow_patterns):
+            fetched.append((repository, "*.bin" in weights))
+        assert ("*.bin" in allow_patterns) == ("optimizer.pt" in ignore_patterns)
         return str(folders[repository])
 
-    monkeypatch.setattr(recognition, "cached_file", lambda repository, name: str(folders[repository] / name))
-    monkeypatch.setattr(recognition, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert type(recognise("some/head")) is MedusaDrafter
     assert recognise("some/model") is None
     assert type(recognise("some/eagle")) is EagleDrafter
@@ -178,13 +180,42 @@ def test_nothing_but_the_config_is_fetched_of_a_draft_model(tmp_path: Path, monk
 
 
 def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, target: PreTrainedModel) -> None:
-    def missing(repository: str, name: str) -> str:
-        raise OSError(f"{repository} is not a local folder and is not a valid model identifier")
+    def missing(repository: str, **options: Any) -> str:
+        raise OSError(f"{repository} is not there")
 
-    monkeypatch.setattr(recognition, "cached_file", missing)
-    rule = "drafter must be an existing path or a hub id that can be had, got 'no/such': no/such is not a local folder"
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", missing)
+    rule = "drafter must be an existing path or a hub id that can be had, got 'no/such': no/such is not there"
     with pytest.raises(OSError, match=rf"(?s)^{rule}.*Or one of the names ngram, suffix, layer_skip:N"):
         engine.load(target, drafter="no/such")
+
+
+def test_a_connection_that_breaks_off(monkeypatch: pytest.MonkeyPatch, target: PreTrainedModel, tmp_path: Path) -> None:
+    """While a head's weights are fetched: httpx's errors are no OSErrors."""
+    folder = MAKE["medusa"][1](tmp_path)
+
+    def snapshot(repository: str, allow_patterns: list[str], **options: Any) -> str:
+        if "*.safetensors" in allow_patterns:
+            raise huggingface_hub.errors.HTTPError("peer closed connection")  # type: ignore[attr-defined]
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(
+        OSError, match=r"^drafter must be an .* that can be had, got 'some/head': peer closed connection"
+    ):
+        engine.load(target, drafter="some/head")
+
+
+def test_a_hub_repository_without_a_config(
+    monkeypatch: pytest.MonkeyPatch, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    """The working directory's is not read in its place."""
+    MAKE["medusa"][1](tmp_path / "cwd")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match=r"^drafter must be a whole model, got the adapter some/adapter: load it"):
+        engine.load(target, drafter="some/adapter")
 
 
 def test_kinds_that_are_not_supported(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
+from engine import checkpoints
 from engine import gguf as conversion
 from engine.generation_config import eos_token_ids, warn_of_not_applied
 
@@ -78,6 +79,8 @@ def test_live_model_keeps_its_dtype_and_device(target: PreTrainedModel) -> None:
         ("missing.gguf", FileNotFoundError, "does not exist"),
         ("./nowhere", FileNotFoundError, "does not exist"),
         ("~nobody-here/model", FileNotFoundError, "does not exist"),
+        ("me/model@main", FileNotFoundError, "does not exist; a hub id is owner/name, without address and revision"),
+        ("https://hub/me/model", FileNotFoundError, "does not exist; a hub id is owner/name, without address and rev"),
         ("", ValueError, "hub id, a path"),
         (17, ValueError, "hub id, a path"),
     ],
@@ -604,16 +607,22 @@ def test_a_tokenizer_of_mistral_common() -> None:
         engine.load(tiny("mistral"), tokenizer=MistralCommonBackend())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_hub_repository_without_a_tokenizer_takes_ids(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of me/tiny: what the cache has of it, nothing so far."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    found = tmp_path / "models--me--tiny"
+    (found / "snapshots" / "abc").mkdir(parents=True)
+    (found / "refs").mkdir()
+    (found / "refs" / "main").write_text("abc")
+    return found / "snapshots" / "abc"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_hub_repository_without_a_tokenizer_takes_ids(name: str, repository: Path) -> None:
     model = tiny(name, dtype=torch.float32)
-    model.save_pretrained(tmp_path / "models--me--tiny" / "snapshots" / "abc")
-    (tmp_path / "models--me--tiny" / "refs").mkdir()
-    (tmp_path / "models--me--tiny" / "refs" / "main").write_text("abc")
+    model.save_pretrained(repository)
     llm = engine.load("me/tiny", drafter="me/tiny")
     assert llm.tokenizer is None
     assert llm.generate([5, 6, 7], PARAMS).token_ids == greedy(model, [5, 6, 7], 6)
@@ -649,12 +658,50 @@ def test_what_configs_tell_is_judged_before_weights_are_read(
         engine.load(folder, **options)
 
 
+@pytest.mark.parametrize(
+    ("files", "error", "message"),
+    [
+        ({"adapter_config.json": "{}"}, ImportError, "^target has an adapter beside its weights, which needs .*: me/tiny$"),
+        ({"generation_config.json": "{oops"}, ValueError, "generation_config.json is no JSON object"),
+        ({"config.json": "{oops"}, ValueError, "^target must be a checkpoint that transformers knows, got me/tiny: "),
+        ({"config.json": None, "adapter_config.json": "{}"}, ValueError, "must be a whole model, got the adapter me/tiny:"),
+        ({"config.json": None, "m.gguf": ""}, ValueError, "^target must be a hub repository with a config.json, .*GGUF file"),
+        ({"tokenizer.json": "{oops"}, ValueError, "^target must have an intact tokenizer; reading that of me/tiny failed"),
+    ],
+)  # fmt: skip
+def test_hub_repositories_are_judged_as_folders_are(
+    files: dict[str, str | None],
+    error: type[Exception],
+    message: str,
+    repository: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before their weights are fetched."""
+    monkeypatch.setattr(checkpoints, "is_peft_available", lambda: False)
+    tiny("llama").save_pretrained(repository)
+    (repository / "model.safetensors").unlink()
+    for name, content in files.items():
+        (repository / name).unlink() if content is None else (repository / name).write_text(content)
+    with pytest.raises(error, match=message):
+        engine.load("me/tiny")
+
+
+def test_weights_of_the_hub_are_converted_nowhere(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of transformers' would ask for it, and keep the process from ending."""
+    monkeypatch.delenv("DISABLE_SAFETENSORS_CONVERSION", raising=False)
+    model = tiny("llama", dtype=torch.float32)
+    model.save_pretrained(repository)
+    torch.save(model.state_dict(), repository / "pytorch_model.bin")
+    (repository / "model.safetensors").unlink()
+    assert engine.load("me/tiny").generate([5, 6], PARAMS).token_ids == greedy(model, [5, 6], 6)
+    assert os.environ["DISABLE_SAFETENSORS_CONVERSION"] == "1"
+
+
 def test_hub_ids_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(location: str, **options: Any) -> None:
         raise OSError("We couldn't connect")
 
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", missing)
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", missing)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", missing)
     rule = "must be an existing path or a hub id that can be had, got 'no/such': We couldn't connect"
     with pytest.raises(OSError, match=f"^target {rule}"):
         engine.load("no/such")

@@ -17,7 +17,7 @@ from ..whole_files import written_whole
 
 _LISTED = 24  # tensors that a message lists; a whole model has hundreds
 # What trainers (transformers, accelerate) leave beside the weights.
-_NO_WEIGHTS = {
+NO_WEIGHTS = {
     f"{name}.{end}"
     for name in ("training_args", "optimizer", "scheduler", "scaler", "sampler")
     for end in ("bin", "pt")
@@ -85,7 +85,7 @@ def read_head(folder: Path) -> HeadFiles:
 def weight_files(folder: Path) -> list[Path]:
     """*.safetensors, or else *.bin and *.pt files; without those that a trainer has left there, which hold no tensors by name."""
     found = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
-    return [file for file in found if file.name not in _NO_WEIGHTS]
+    return [file for file in found if file.name not in NO_WEIGHTS]
 
 
 @contextmanager

@@ -4,14 +4,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers.utils.hub import cached_file
 
-from ..hub import may_be_hub_id, naming_errors, user_path
+from ..hub import fetched, files_of, may_be_hub_id, user_path
 from .base import Drafter
 from .eagle import EagleDrafter
-from .head_files import load_pickled, read_head, read_head_config, reading, weight_files
+from .head_files import NO_WEIGHTS, load_pickled, read_head, read_head_config, reading, weight_files
 from .medusa import MedusaDrafter
 from .mlp import MlpSpeculatorDrafter
 
@@ -41,11 +39,13 @@ def recognise(location: str | Path, role: str = "drafter") -> Drafter | None:
         return _from_folder(folder, read_head_config(folder))
     if folder.exists() or not may_be_hub_id(str(location)):
         return None
-    with naming_errors(str(location), role):
-        config = read_head_config(Path(str(cached_file(str(location), "config.json"))).parent)
+    folder = files_of(str(location), role)
+    if not (folder / "config.json").is_file():
+        return None
+    config = read_head_config(folder)
     if _kind(config) is None and not _may_be_eagle(config):
         return None
-    return _from_folder(_fetch(str(location)), config)
+    return _from_folder(_fetch(str(location), role), config)
 
 
 def _from_folder(folder: Path, config: dict[str, Any]) -> Drafter | None:
@@ -105,9 +105,9 @@ def _names_in(file: Path) -> list[str]:
     return list(load_pickled(file, "meta"))
 
 
-def _fetch(repository: str) -> Path:
+def _fetch(repository: str, role: str) -> Path:
     """The repository's config and weights: *.safetensors, or what there is instead."""
-    folder = Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors"]))
+    folder = fetched(repository, role, ["config.json", "*.safetensors"])
     if not any(folder.glob("*.safetensors")):
-        folder = Path(snapshot_download(repository, allow_patterns=["*.json", *_WEIGHTS]))
+        folder = fetched(repository, role, ["config.json", *_WEIGHTS], ignored=sorted(NO_WEIGHTS))
     return folder
