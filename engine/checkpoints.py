@@ -54,9 +54,8 @@ def read_checkpoint(
     if isinstance(location, PreTrainedModel):
         return Checkpoint(location, tokenizer)
     config, folder = read_config(location, role), files_of(location, role)
-    if (
-        not is_peft_available() and (folder / "adapter_config.json").exists()
-    ):  # transformers would leave the adapter out
+    # Without peft transformers would leave the adapter out.
+    if not is_peft_available() and (folder / "adapter_config.json").exists():
         raise ImportError(
             f"{role} has an adapter beside its weights, which needs the package peft (pip install peft): {source}"
         )
@@ -199,10 +198,9 @@ def read_tokenizer(location: str, role: str) -> Any:
         OSError: for a hub id that cannot be had.
         ImportError: without a package that is needed to read it.
     """
-    path = existing_path(location, role)
-    if path.is_file():
-        raise ValueError(f"{role} must be a folder or a hub id that has a tokenizer, got the file {path}")
     folder = files_of(location, role)
+    if folder.is_file():
+        raise ValueError(f"{role} must be a folder or a hub id that has a tokenizer, got the file {folder}")
     try:
         # Where mistral-common is installed transformers would take its tokenizer, which has no added tokens and no template.
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, mistral_format=False)
