@@ -135,8 +135,8 @@ class Chat:
         """Show an answer as it comes, until it ends or Ctrl-C stops it; returns its text.
 
         Raises:
-            KeyboardInterrupt: if lines are piped in, and with `as_json` if the answer was stopped by a second Ctrl-C: whoever
-                sends messages may stop an answer by one.
+            KeyboardInterrupt: if lines are piped in: at a Ctrl-C, but with `as_json` at a second one in an answer, as the program
+                that sends messages may stop an answer by the first.
         """
         text, token_ids, output = "", list[int](), None
         ignored = [KeyboardInterrupt] if self.interactive else []

@@ -23,9 +23,8 @@ def whole_model(location: str | Path, config: PretrainedConfig | None = None, **
     Raises:
         ValueError: naming tensors that are missing or of another shape than the config says.
     """
-    os.environ.setdefault(
-        "DISABLE_SAFETENSORS_CONVERSION", "1"
-    )  # else a thread asks another server to convert *.bin files of the hub
+    # Else a thread asks another server to convert *.bin files of the hub, and the process waits for it at its end.
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     loader = AutoModelForCausalLM if config is None else auto_class(config)
     found: Any = loader.from_pretrained(
         location, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True, **options

@@ -114,7 +114,8 @@ def loading(target: str, drafter: str = "none", hint: str = "", note: bool = Fal
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    if any(map(_is_of_the_hub, [target, *drafter.split("+")])):
+    parts = [*target.split("+"), *drafter.split("+")]  # of either: what is loaded alone may be a drafter
+    if any(map(_is_of_the_hub, parts)):
         logging.enable_progress_bar()
         yield
         return

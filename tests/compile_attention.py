@@ -5,7 +5,6 @@
 Prints one JSON object per kernel and variant.
 """
 
-import argparse
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from compile_kernels import pretending, resources, widest_load
+from compile_kernels import command_line, pretending, resources, widest_load
 from triton.backends.compiler import GPUTarget
 
 from engine.kernels.attention import ragged_attention
@@ -106,12 +105,7 @@ def narrowest_copy(kernel: Any) -> int | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("targets", nargs="+")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--whole", action="store_true", help="every variant")
-    parser.add_argument("--serving", action="store_true", help="what is compiled while serving, one line each")
-    given = parser.parse_args()
+    given = command_line("what is compiled while serving, one line each").parse_args()
 
     for text, target, compiled in pretending(given.targets):
         seen: set[str] = set()

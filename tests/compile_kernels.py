@@ -209,13 +209,19 @@ def pretending(targets: list[str]) -> Iterator[tuple[str, GPUTarget, list[tuple[
         yield text, target, compiled
 
 
-def main() -> None:
+def command_line(serving: str) -> argparse.ArgumentParser:
+    """What these programs take."""
     parser = argparse.ArgumentParser()
     parser.add_argument("targets", nargs="+")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--whole", action="store_true", help="every variant")
+    parser.add_argument("--serving", action="store_true", help=serving)
+    return parser
+
+
+def main() -> None:
+    parser = command_line("what is compiled after a warm-up, one line each")
     parser.add_argument("--brief", action="store_true", help="without filters, not packed, of one rule")
-    parser.add_argument("--serving", action="store_true", help="what is compiled after a warm-up, one line each")
     arguments = parser.parse_args()
 
     ops.check_kernels = lambda device: None  # tensors of the pretended device are the CPU's

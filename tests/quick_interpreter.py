@@ -386,7 +386,7 @@ def convert_directly() -> None:
         source, target = input.dtype, dst_ty.scalar
         if source is target:
             return input
-        if fp_downcast_rounding is None and source.name != target.name and {source.name, target.name} == shifted:
+        if fp_downcast_rounding is None and {source.name, target.name} == shifted:
             data = interpreter._convert_float(input.handle.data, source, target, None)
             data = data.view(interpreter._get_np_dtype(target))
         elif fp_downcast_rounding is not None or source.name not in sources or target.name not in CALCULATED:

@@ -106,16 +106,12 @@ def test_demo_has_a_trained_head_for_its_own_target(engines: list[FakeEngine]) -
 def test_a_download_keeps_its_bars(tmp_path: Path) -> None:
     """Of the target or of the drafter; a spinner has no room beside them."""
     shown, before = [], logging.is_progress_bar_enabled()
-    for sources in (
-        [tmp_path, "ngram+eagle3-SmolLM2-135M-Instruct"],
-        [tmp_path, "ngram+some/head"],
-        [tmp_path],
-        ["some/model"],
-    ):
+    head, other = "ngram+eagle3-SmolLM2-135M-Instruct", "ngram+some/head"
+    for sources in ([tmp_path, head], [tmp_path, other], [tmp_path], ["some/model"], [head], [other]):
         with terminal.loading(*map(str, sources)):
             shown.append(logging.is_progress_bar_enabled())
     (logging.enable_progress_bar if before else logging.disable_progress_bar)()
-    assert shown == [False, True, False, True]
+    assert shown == [False, True, False, True, False, True]
 
 
 def test_demo_says_what_is_slower_or_differs(

@@ -221,10 +221,12 @@ def test_a_convention_that_no_config_names_is_logged(tmp_path: Path, caplog: pyt
     assert message.startswith(f"{folder} does not say norm_before_residual: taken for false")
 
 
-def test_a_config_that_describes_the_targets_layers(tmp_path: Path) -> None:
+def test_a_config_that_describes_the_targets_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of which `midlayer` is one."""
     folder = Head(**REDUCED).repository(tmp_path, num_hidden_layers=32, layer_types=["full_attention"] * 32)
-    model = drafter_of(folder).model
+    with caplog.at_level(logging.INFO, "engine"):
+        model = drafter_of(folder).model
+    assert f"{folder} tells of 32 layers and holds 1, which are used" in caplog.text
     assert len(model.layers) == 1 and windows(model.config) == {"all": None}
 
 

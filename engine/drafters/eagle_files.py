@@ -158,7 +158,11 @@ def _layer_config(files: HeadFiles, tensors: dict[str, Tensor]) -> Any:
         "speculators_model_type" not in files.config
     ):  # then it may be the target's config, which tells of the target's layers
         numbers = [int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))]
-        layer["num_hidden_layers"] = 1 + max(numbers, default=0)
+        told, layer["num_hidden_layers"] = layer.get("num_hidden_layers", 1), 1 + max(numbers, default=0)
+        if told != layer["num_hidden_layers"]:
+            logger.info(
+                "%s tells of %s layers and holds %s, which are used", files.folder, told, layer["num_hidden_layers"]
+            )
         if isinstance(types := layer.get("layer_types"), list) and len(types) != layer["num_hidden_layers"]:
             del layer["layer_types"]
     try:

@@ -75,10 +75,9 @@ def read_head(folder: Path) -> HeadFiles:
         with reading(file):
             found = load_file(file) if file.suffix == ".safetensors" else load_pickled(file, "cpu")
         tensors |= {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    bytes_each = {name: value.dtype for name, value in tensors.items() if value.dtype.itemsize == 1}
-    if quantized := {name: dtype for name, dtype in bytes_each.items() if dtype != torch.bool and name != "t2d"}:
-        name, dtype = next(iter(quantized.items()))
-        raise ValueError(f"{folder} must hold weights that are not quantized, got {name} of {dtype}")
+    for name, value in tensors.items():
+        if value.dtype.itemsize == 1 and value.dtype != torch.bool and not name.endswith("t2d"):
+            raise ValueError(f"{folder} must hold weights that are not quantized, got {name} of {value.dtype}")
     return HeadFiles(folder, read_head_config(folder), tensors)
 
 
