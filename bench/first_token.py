@@ -39,6 +39,7 @@ def contenders(target: str | None, drafter: str | None) -> dict[str, Spec]:
         drafter: None: the command line's own for this target.
     """
     from engine.default_model import find_model, usual_drafter
+    from engine.hub import split_revision
 
     drafter = drafter or usual_drafter(target)
     target = target or find_model()
@@ -60,7 +61,9 @@ def contenders(target: str | None, drafter: str | None) -> dict[str, Spec]:
         gguf = dict(target=str(path.resolve().parent), gguf_file=path.name)
         found[THEIRS_GGUF] = plain | dict(library="transformers") | gguf
     else:
-        found[THEIRS] = plain | dict(library="transformers")
+        source, revision = split_revision(target)
+        at = {} if revision is None else dict(revision=revision)
+        found[THEIRS] = plain | dict(library="transformers", target=source) | at
     return found
 
 
@@ -83,11 +86,10 @@ def theirs(spec: Spec) -> Iterator[list[int] | None]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     yield None
-    more: dict[str, Any] = {}
-    if "gguf_file" in spec:
-        more["gguf_file"] = spec["gguf_file"]
+    more: dict[str, Any] = {name: spec[name] for name in ("gguf_file", "revision") if name in spec}
     tokenizer = AutoTokenizer.from_pretrained(spec["target"], **more)
-    if more and hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed unless told otherwise
+    # Newer releases keep the blocks packed unless told otherwise.
+    if "gguf_file" in more and hasattr(transformers, "GgufConfig"):
         more["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model: Any = AutoModelForCausalLM.from_pretrained(spec["target"], dtype=spec["dtype"], **more)
     model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,13 +11,27 @@ _BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
 )  # fmt: skip
-_HUB_ID = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
+_HUB_ID = re.compile(r"([A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)?)(?:@([A-Za-z0-9._/-]+))?")
 
 
 def may_be_hub_id(source: str) -> bool:
-    """Whether it is "name" or "owner/name"; anything else was meant as a path."""
+    """Whether it is "name", "owner/name" or one of these with "@revision"; anything else was meant as a path."""
     meant_as_path = source.startswith(".") or source.lower().endswith(".gguf")
     return not meant_as_path and _HUB_ID.fullmatch(source) is not None
+
+
+def split_revision(source: str) -> tuple[str, str | None]:
+    """Of a hub id the repository and the revision, a branch, tag or commit, None if there is none; a path stays whole."""
+    found = _HUB_ID.fullmatch(source)
+    if found is None or not may_be_hub_id(source) or user_path(source).exists():
+        return source, None
+    return found[1], found[2]
+
+
+def short_name(source: str) -> str:
+    """The last part of a path, or of a hub id without its owner."""
+    repository, revision = split_revision(source)
+    return Path(repository).name + (f"@{revision}" if revision else "")
 
 
 def user_path(source: str | Path) -> Path:
@@ -33,7 +47,7 @@ def existing_path(source: str, role: str) -> Path:
     """
     path = user_path(source)
     if not path.exists() and not may_be_hub_id(source):
-        hint = "; a hub id is owner/name, without address and revision" if "://" in source or "@" in source else ""
+        hint = "; a hub id is owner/name or owner/name@revision" if "://" in source or "@" in source else ""
         raise FileNotFoundError(
             f"{role} must be an existing path or a hub id, got {source!r}, which does not exist{hint}"
         )
@@ -87,6 +101,12 @@ def fetched(source: str, role: str, patterns: Sequence[str], ignored: Sequence[s
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options | {"disable": True})
 
+    repository, revision = split_revision(source)
+    bars: dict[str, Any] = {} if shown else {"tqdm_class": Hidden}
+    ignored = ["*/*", *ignored]
     with naming_errors(source, role):
-        bars: dict[str, Any] = {} if shown else {"tqdm_class": Hidden}
-        return Path(snapshot_download(source, allow_patterns=[*patterns], ignore_patterns=["*/*", *ignored], **bars))
+        return Path(
+            snapshot_download(
+                repository, revision=revision, allow_patterns=[*patterns], ignore_patterns=ignored, **bars
+            )
+        )

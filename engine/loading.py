@@ -11,7 +11,7 @@ from . import parallel
 from .backend import check_kernels
 from .checkpoints import Checkpoint, check_checkpoint, locate, read_checkpoint, read_config, read_tokenizer
 from .config import EngineConfig, check_bool
-from .drafters import CascadeDrafter, Drafter, DraftModel, LayerSkipDrafter
+from .drafters import CascadeDrafter, Drafter, DraftModel
 from .drafters.base import stages_of
 from .drafters.by_tokenizer import check_draft_model, draft_model
 from .drafters.named import STAGED, named, split_stages
@@ -43,8 +43,9 @@ def load(
     warning names it.
 
     Args:
-        target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on). Of a model that takes
-            images, too, the text side is served.
+        target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on). Here and below, a hub id
+            is owner/name, or owner/name@revision for another branch than main, a tag or a commit. Of a model that takes images,
+            too, the text side is served.
         drafter: what proposes tokens:
 
             - None: nothing does, which is plain decoding;
@@ -109,7 +110,7 @@ def load(
     target = locate(target, "target", dtype)
     model_config = target.config if isinstance(target, PreTrainedModel) else read_config(target, "target")
     _check_length(model_config.get_text_config(), config.max_length)
-    _check_layers(model_config.get_text_config(), drafter, stages)
+    _check_target(model_config.get_text_config(), drafter, stages)
     with torch.autocast("cpu", enabled=False):  # layers are fused and compiled by what they give
         main = read_checkpoint(target, "target", dtype, device, tokenizer, num_ranks)
         drafters = [_drafter(main, stage) for stage in stages]
@@ -166,13 +167,14 @@ def _check_length(target: PretrainedConfig, max_length: int | None) -> None:
         raise ValueError(f"max_length must be <= {context}, the target's context, got {max_length}")
 
 
-def _check_layers(target: PretrainedConfig, drafter: Any, stages: list[Any]) -> None:
-    """Whether the target has the layers that these stages of a drafter run."""
+def _check_target(target: PretrainedConfig, drafter: Any, stages: list[Any]) -> None:
+    """Raise ValueError where a stage of a drafter was not made for such a target, before its weights are read."""
     for part in itertools.chain.from_iterable(map(stages_of, stages)):
-        if not isinstance(part, LayerSkipDrafter):
+        check = getattr(part, "check_target", None)
+        if check is None:
             continue
         try:
-            part.check_layers(target.num_hidden_layers)
+            check(target, target.vocab_size)
         except ValueError as error:
             if not isinstance(drafter, str):
                 raise

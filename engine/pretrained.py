@@ -7,6 +7,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .hub import split_revision
+
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that loads such a model: another one for many that take images, too."""
@@ -26,9 +28,11 @@ def whole_model(location: str | Path, config: PretrainedConfig | None = None, **
     # Else a thread asks another server to convert *.bin files of the hub, and the process waits for it at its end.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     loader = AutoModelForCausalLM if config is None else auto_class(config)
+    source, revision = split_revision(str(location))
     found: Any = loader.from_pretrained(
-        location, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True, **options
-    )
+        source, revision=revision or "main", output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True,
+        **options,
+    )  # fmt: skip
     model: PreTrainedModel = found[0]
     if wrong := sorted(found[1]["mismatched_keys"]):
         told = [f"{name} must be {list(wanted)}, got {list(there)}" for name, there, wanted in wrong[:3]]

@@ -183,6 +183,7 @@ def test_names_in_tables() -> None:
     assert named.label("ngram") == "ngram"
     assert named.label("/a/b/small") == "small"
     assert named.label("ngram+owner/small") == "ngram+small"
+    assert named.label("ngram+owner/small@refs/pr/1") == "ngram+small@refs/pr/1"
     assert named.label("layer_skip:4") == "layer_skip:4"
     assert named.label("layer_skip:0-3,5") == "layer_skip:0-3,5"
     assert named.label("ngram+staged:/a/b/small") == "ngram+staged:small"

@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 import smollm2
 import torch
+from random_heads import random_head
 from safetensors import SafetensorError
 from tiny_models import greedy, perturbed, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
@@ -22,6 +23,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
+from bench.throughput.shared_models import SharedModels
 from engine import checkpoints
 from engine import gguf as conversion
 from engine.generation_config import eos_token_ids, warn_of_not_applied
@@ -79,8 +81,8 @@ def test_live_model_keeps_its_dtype_and_device(target: PreTrainedModel) -> None:
         ("missing.gguf", FileNotFoundError, "does not exist"),
         ("./nowhere", FileNotFoundError, "does not exist"),
         ("~nobody-here/model", FileNotFoundError, "does not exist"),
-        ("me/model@main", FileNotFoundError, "does not exist; a hub id is owner/name, without address and revision"),
-        ("https://hub/me/model", FileNotFoundError, "does not exist; a hub id is owner/name, without address and rev"),
+        ("me/model@", FileNotFoundError, "does not exist; a hub id is owner/name or owner/name@revision$"),
+        ("https://hub/me/model", FileNotFoundError, "does not exist; a hub id is owner/name or owner/name@revision$"),
         ("", ValueError, "hub id, a path"),
         (17, ValueError, "hub id, a path"),
     ],
@@ -630,6 +632,32 @@ def test_hub_repository_without_a_tokenizer_takes_ids(name: str, repository: Pat
         engine.load("me/tiny", tokenizer="me/tiny")
 
 
+def test_revisions_of_a_hub_repository(repository: Path) -> None:
+    """Of target, drafter and tokenizer: config, weights, generation config and tokenizer are all of the one that was named."""
+    main, older = (tiny("llama", seed=seed, dtype=torch.float32, vocab_size=VOCAB) for seed in (1, 2))
+    main.save_pretrained(repository)
+    older.generation_config.eos_token_id = 9
+    older.save_pretrained(repository.parent / "def")
+    byte_tokenizer().save_pretrained(repository.parent / "def")
+    (repository.parents[1] / "refs" / "pr").mkdir()
+    for revision in ("v1", "pr/3"):
+        (repository.parents[1] / "refs" / revision).write_text("def")
+    ids = [5, 6, 7]
+    for revision in ("v1", "pr/3"):
+        llm = engine.load(f"me/tiny@{revision}", drafter="ngram+me/tiny@main")
+        assert llm.tokenizer is not None and 9 in llm.target_model.generation_config.to_dict().values()
+        assert torch.equal(llm.target_model.lm_head.weight, older.lm_head.weight)
+        assert torch.equal(llm.drafter.stages[1].ragged.model.lm_head.weight, main.lm_head.weight)
+        ours = {"": (llm.target_model, llm.tokenizer)}
+        shared = SharedModels(ours, 48, frozenset(), ignore_eos=False, target_name=f"me/tiny@{revision}")
+        assert torch.equal(shared.stock_copy().get_output_embeddings().weight, older.lm_head.weight)
+        assert llm.generate(ids, PARAMS).token_ids == greedy(older, ids, 6)
+    assert engine.load("me/tiny@main").generate(ids, PARAMS).token_ids == greedy(main, ids, 6)
+    assert engine.load("me/tiny", tokenizer="me/tiny@v1").tokenizer is not None
+    with pytest.raises(OSError, match=r"^target must be an existing path or a hub id .* got 'me/tiny@v2'"):
+        engine.load("me/tiny@v2")
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -643,6 +671,12 @@ def test_hub_repository_without_a_tokenizer_takes_ids(name: str, repository: Pat
         ),
         (dict(drafter="layer_skip:99"), ValueError, r"exit_layer must be in \[1, 2\], got 99"),
         (dict(drafter="ngram+layer_skip:0,2"), ValueError, r"layers must be below 2, .* got \[0, 2\]"),
+        (
+            dict(drafter="ngram+eagle3-SmolLM2-135M-Instruct"),
+            ValueError,
+            "drafter 'ngram.*SmolLM2-135M-Instruct reads hidden states .*, but the target has 2 layers",
+        ),
+        (dict(drafter="./medusa"), ValueError, "medusa was made for a target of vocabulary 64, but the target has"),
         (dict(max_length=49), ValueError, "max_length must be <= 48, the target's context, got 49"),
         (dict(tokenizer="/nope"), FileNotFoundError, "tokenizer must be an existing path or a hub id, got '/nope'"),
         (dict(tokenizer=__file__), ValueError, "tokenizer must be a folder or a hub id that has a tokenizer, got the "),
@@ -653,6 +687,7 @@ def test_what_configs_tell_is_judged_before_weights_are_read(
 ) -> None:
     (folder / "model.safetensors").unlink()
     AutoConfig.for_model("bert").save_pretrained(folder / "bert")
+    random_head("medusa", folder / "medusa")
     monkeypatch.chdir(folder)
     with pytest.raises(error, match=message):
         engine.load(folder, **options)

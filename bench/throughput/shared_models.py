@@ -7,6 +7,7 @@ else as transformers loads them, when somebody first asks.
 import copy
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import engine
 from bench.throughput.options import Options
 from engine.default_model import find_model
 from engine.generation_config import eos_token_ids
+from engine.hub import files_of
 from engine.pretrained import auto_class
 from engine.terminal import loading
 
@@ -30,12 +32,14 @@ class SharedModels:
         ours: models as our engine loads them, with their tokenizers.
         context_length: prompt and new tokens together fit in.
         eos_token_ids: where an answer ends; empty where the end of sequence is ignored.
+        target_name: as the user gave it.
     """
 
     ours: dict[str, tuple[PreTrainedModel, Any]]
     context_length: int
     eos_token_ids: frozenset[int]
     ignore_eos: bool
+    target_name: str = ""
     _stock: dict[str, PreTrainedModel] = field(default_factory=dict)
 
     @property
@@ -65,8 +69,9 @@ class SharedModels:
         return pad if pad is not None else min(self.eos_token_ids, default=0)
 
     def source(self, name: str = TARGET) -> str:
-        """Hub id or folder of a model; of a GGUF file, the folder that it was converted to."""
-        return str(self.ours[name][0].name_or_path)
+        """The folder that a model was read from: its own, the cache's for a hub id, or the one to which a GGUF file was converted."""
+        place = str(self.ours[name][0].name_or_path)
+        return place if Path(place).exists() else str(files_of(name or self.target_name, "target"))
 
     def stock_copy(self, name: str = TARGET) -> PreTrainedModel:
         """A model as transformers loads it, in modules and with a config of its own, sharing the weights with other copies.
@@ -101,7 +106,7 @@ def load_models(options: Options, dtype: str) -> SharedModels:
         draft = _load(name, main.target_model.dtype, str(main.target_model.device))
         ours[name] = (draft.target_model, draft.tokenizer)
     eos = frozenset() if options.ignore_eos else eos_token_ids(main.target_model, main.tokenizer)
-    return SharedModels(ours, main.max_length, eos, options.ignore_eos)
+    return SharedModels(ours, main.max_length, eos, options.ignore_eos, target_name=str(target))
 
 
 def _load(source: str, dtype: Any, device: str) -> engine.Engine:

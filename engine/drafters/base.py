@@ -17,6 +17,8 @@ class Drafter(Protocol):
     - `attach(target: RaggedModel)`: called once for each engine that is made with the drafter, before all else. The place to ask
       for hidden states of the target (`target.keep_hidden_states`). A drafter that has it serves the engine that it was attached to
       last, which the engine notes by its attribute `attached_to`.
+    - `check_target(config: PretrainedConfig, vocab_size: int)`: raises ValueError where the drafter was not made for a target with
+      this text config and so many ids. `engine.load` calls it before it reads the target's weights.
     - `keeps_rows = True`: it has no `attach`, but keeps something for each row, and so serves one engine likewise, the last one
       that was made with it.
     - `restore()`, beside `attach`: called before each generation, to undo what an interrupted one has left in the target.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from ..config import check_bool, check_instance
 from ..cpu_layers import fuse_cpu_layers
@@ -98,13 +99,16 @@ class EagleDrafter:
         Raises:
             ValueError: if the head was made for a target of another size.
         """
+        self.check_target(target.config, target.vocab_size)
         config, count = self.model.config, target.config.num_hidden_layers
-        layers = self.layers or self._usual_layers(count)
-        if max(layers) > count or min(layers) < 0:
-            raise ValueError(
-                f"drafter must be made for the target: {self._source} reads hidden states {list(layers)}, but the target has {count} layers"
+        layers = self._layers_of(count)
+        if self.layers is None and config.num_features > 1:
+            logger.info(
+                "%s does not say which hidden states it reads, so it gets those of most heads, %s; if few of its drafts stand, try "
+                "others: engine.EagleDrafter.from_pretrained(folder, layers=(...))",
+                self._source,
+                list(layers),
             )
-        check_made_for(target, self._source, config.feature_size, config.vocab_size)
         self.model.place(target.device, target.dtype)
         output = self._borrow(target)
         self._vocabulary = DraftVocabulary(self.model.target_ids, target.vocab_size, output)
@@ -118,18 +122,21 @@ class EagleDrafter:
             self._ragged.context_length = max(self._ragged.context_length, target.context_length)
         self._filled = torch.zeros(target.num_slots, dtype=torch.int64, device=target.device)
 
-    def _usual_layers(self, count: int) -> tuple[int, ...]:
-        """Those of a target of so many layers that heads like this one read."""
-        if self.model.config.eagle != 3 or not self.model.config.fuses:
-            return (count,)
-        layers = usual_layers(count)
-        logger.info(
-            "%s does not say which hidden states it reads, so it gets those of most heads, %s; if few of its drafts stand, try "
-            "others: engine.EagleDrafter.from_pretrained(folder, layers=(...))",
-            self._source,
-            list(layers),
-        )
-        return layers
+    def check_target(self, config: PretrainedConfig, vocab_size: int) -> None:
+        """Raise ValueError if the head was made for a target of other sizes."""
+        own, count = self.model.config, config.num_hidden_layers
+        layers = self._layers_of(count)
+        if min(layers) < 0 or max(layers) > count:
+            raise ValueError(
+                f"drafter must be made for the target: {self._source} reads hidden states {list(layers)}, but the target has {count} layers"
+            )
+        hidden = own.feature_size, config.hidden_size
+        check_made_for(self._source, {"hidden size": hidden, "vocabulary": (own.vocab_size, vocab_size)})
+
+    def _layers_of(self, count: int) -> tuple[int, ...]:
+        """Those hidden states of a target of so many layers that are read; unless told, those that most heads like this one read."""
+        reads_last = self.model.config.eagle != 3 or not self.model.config.fuses
+        return self.layers or ((count,) if reads_last else usual_layers(count))
 
     def _borrow(self, target: RaggedModel) -> Tensor | None:
         """Take from the target what the checkpoint has not.

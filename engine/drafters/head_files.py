@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..model import RaggedModel
 from ..whole_files import written_whole
 
 _LISTED = 24  # tensors that a message lists; a whole model has hundreds
@@ -139,20 +138,17 @@ def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[s
         text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def check_made_for(target: RaggedModel, source: Any, hidden_size: int, vocab_size: int | None) -> None:
+def check_made_for(source: Any, sizes: Mapping[str, tuple[int | None, int]]) -> None:
     """Check that a target has the sizes that a head was made for.
 
     Args:
         source: where the head is from, for messages.
-        vocab_size: None if nothing in the head depends on it.
+        sizes: by name, what the head was made for (None if nothing in it depends on that), and what the target has.
 
     Raises:
         ValueError: naming the size that differs.
     """
-    for name, own, theirs in (
-        ("hidden size", hidden_size, target.config.hidden_size),
-        ("vocabulary", vocab_size, target.vocab_size),
-    ):
+    for name, (own, theirs) in sizes.items():
         if own not in (None, theirs):
             raise ValueError(f"{source} was made for a target of {name} {own}, but the target has {theirs}")
 

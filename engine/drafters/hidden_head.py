@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ..config import check_bool, check_instance
 from ..hidden_states import HiddenStates
@@ -72,11 +73,16 @@ class HiddenHeadDrafter:
         Raises:
             ValueError: if the network was made for a target of another size.
         """
-        check_made_for(target, self._source, self.model.hidden_size, self.model.vocab_size)
+        self.check_target(target.config, target.vocab_size)
         self.model.to(device=target.device, dtype=target.dtype).eval()
         pack_linears(self.model)
         self.model.borrow(target.model.get_output_embeddings())
         self._target, self._hidden = target, target.keep_hidden_states((target.config.num_hidden_layers,))
+
+    def check_target(self, config: PretrainedConfig, vocab_size: int) -> None:
+        """Raise ValueError if the network was made for a target of other sizes."""
+        hidden = self.model.hidden_size, config.hidden_size
+        check_made_for(self._source, {"hidden size": hidden, "vocabulary": (self.model.vocab_size, vocab_size)})
 
     @property
     def target(self) -> RaggedModel:

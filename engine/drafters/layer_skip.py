@@ -7,6 +7,8 @@ set of layers (Draft & Verify, Zhang et al., arXiv 2309.08168), which `search_la
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from ..config import check_bool, check_int
 from ..decoder_layers import DecoderLayers
 from ..model import RaggedModel
@@ -58,13 +60,14 @@ class LayerSkipDrafter:
             UnsupportedModelError: if some of them cannot be left out.
         """
         decoder = DecoderLayers(target.model)
-        self.check_layers(len(decoder))
+        self.check_target(target.config, target.vocab_size)
         if target.config.model_type not in TESTED:
             decoder.probe(self.layers)
         self._target, self._decoder = target, decoder
 
-    def check_layers(self, count: int) -> None:
-        """Raise ValueError if a target of so many layers has not all that are to run."""
+    def check_target(self, config: PretrainedConfig, vocab_size: int) -> None:
+        """Raise ValueError if the target has not all the layers that are to run."""
+        count = config.num_hidden_layers
         if self._exit_layer is not None:
             check_int("exit_layer", self._exit_layer, 1, count)
         if self.layers[-1] >= count:

@@ -8,10 +8,9 @@ and 29, counted from 0, and "3-3" is layer 3 alone.
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 
 from ..heads import find_head, head_names
-from ..hub import user_path
+from ..hub import short_name, user_path
 from .base import Drafter
 from .layer_skip import LayerSkipDrafter
 from .ngram import NGramDrafter
@@ -122,4 +121,4 @@ def label(name: str) -> str:
 
 def _label(part: str) -> str:
     place = location(part)
-    return part if place is None else part.removesuffix(place) + Path(place).name
+    return part if place is None else part.removesuffix(place) + short_name(place)

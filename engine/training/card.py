@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from ..hub import short_name
 from .answers import Answer
 from .eagle3_files import for_this_engine_alone
 from .options import METHODS, ONLY_FOR, TrainingOptions
@@ -31,7 +31,7 @@ def card(
     chat = " --chat" if options.chat else ""
     used = {name: value for name, value in asdict(options).items() if options.method in ONLY_FOR.get(name, METHODS)}
     return "\n".join([
-        f"# {options.method} drafter for {Path(options.target).name}",
+        f"# {options.method} drafter for {short_name(options.target)}",
         "",
         "Trained by `python -m engine train` on the target's own answers, with its distributions as labels. To use it, from",
         f"this folder: `python -m engine generate{chat} --target TARGET --drafter .`, or `engine.load(TARGET, drafter=FOLDER)`.",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..drafters.head_files import write_head
+from ..hub import split_revision
 from .eagle3 import Eagle3Training
 
 # Hidden states that others fuse: `fc` in vLLM's and SGLang's llama_eagle3.py has 3 * hidden_size columns.
@@ -82,7 +83,7 @@ def config(training: Eagle3Training, target: str, architecture: str) -> dict[str
                     "accept_tolerance": 0.0,
                 }
             ],
-            "verifier": {"name_or_path": target, "architectures": [architecture]},
+            "verifier": {"name_or_path": split_revision(target)[0], "architectures": [architecture]},
         },
         "tie_word_embeddings": False,
     }
