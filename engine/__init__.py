@@ -4,7 +4,7 @@
 >>> llm = engine.load("path or hub id", drafter="ngram")
 >>> llm.generate("text", engine.SamplingParams(max_new_tokens=64)).text
 
-Names are imported when they are first used, so that `import engine` alone is quick and touches no device.
+Names are imported on first use, so `import engine` alone is fast and touches no device.
 """
 
 from importlib import import_module

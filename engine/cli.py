@@ -272,10 +272,10 @@ def check(
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
-    """Check that a target's greedy text is that of transformers, and that a drafter leaves it as it is.
+    """Check that a target's greedy text is that of transformers, and that a drafter does not change it.
 
-    Where two texts part, it tells by how much the target preferred one token to the other: by next to nothing, if rounding
-    decided. The exit status is 1 where it was by more. (For times, see the demo.)
+    Where two texts differ, the gap between the log-probabilities of the two tokens is shown: tiny if rounding decided. The exit
+    status is 1 if a gap is larger, or if texts differ that `exact` makes equal. (For timings, see the demo.)
     """
     from .check import CheckOptions, run
 

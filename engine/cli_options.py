@@ -128,7 +128,7 @@ RepetitionPenalty = Annotated[
     float | None,
     _option(
         "--repetition-penalty",
-        help="Make tokens that stand in the text less likely; 1: off.",
+        help="Make tokens already in the text less likely; 1: off.",
         show_default="the checkpoint's",
         panel=SAMPLING,
     ),

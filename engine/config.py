@@ -96,17 +96,17 @@ class SamplingParams:
     """How one prompt is continued.
 
     Attributes:
-        temperature: in [0, 3e38]; 0 is greedy, as is anything below 1e-5, where logit / T would eventually overflow.
+        temperature: in [0, 3e38]. 0 is greedy, and so is anything below 1e-5, where logit / T could overflow.
         top_k: keep the k likeliest tokens; 0: off.
         top_p: keep the smallest set of likeliest tokens with at least this mass, in (0, 1]; 1: off.
         min_p: keep tokens with at least this share of the likeliest one's probability, in [0, 1]; 0: off.
         max_new_tokens: at most this many tokens, >= 1.
-        seed: in [0, 2**63); the random numbers depend on it, and not on the batch. Under "rejection" and "block" a sampled text
-            depends on the drafts as well: with num_draft_tokens="auto", chosen by measured times, or drafter="suffix", which
-            drafts from earlier outputs, it can be another one in each call. Requests with one seed share their random numbers: of
-            one prompt they are the same text, but for drafts and roundings that their neighbours change, so that several samples
-            need several seeds. None: a fresh seed for each request.
-        stop: end before any of these strings, also where one spans several tokens. They are looked for in the text, which has no
+        seed: in [0, 2**63); determines the random numbers, independently of the batch. Under "rejection" and "block" the sampled
+            text also depends on the drafts, so with num_draft_tokens="auto" (which uses measured times) or drafter="suffix" (which
+            uses earlier outputs) it can differ between calls. Requests with one seed share their random numbers, so for one prompt
+            they give the same text, except where their neighbours in a batch change drafts or rounding: to sample a prompt several
+            times, use several seeds. None: a fresh seed for each request.
+        stop: the text ends before the first of these strings, even if it spans several tokens. Matching is on the text, without
             special tokens; a string that is exactly a special token of the tokenizer, such as "<|im_end|>", counts as one of
             `stop_token_ids`.
         ignore_eos: do not end at the model's end-of-sequence tokens.
@@ -114,15 +114,16 @@ class SamplingParams:
             the output's text does not show it.
         repetition_penalty: in [0.01, 100]; 1: off; None: what the target's generation config says, else 1. Logits of tokens that
             the prompt or the answer so far has are divided by this number if they are above 0, and multiplied by it otherwise, as
-            in `transformers` (Keskar et al., arXiv 1909.05858). Under every verification rule the text keeps the law of these
+            in `transformers` (Keskar et al., arXiv 1909.05858). Every verification rule is lossless with respect to these modified
             logits.
         logprobs: report, for each new token, the log of the probability that the target gave it.
         logits_processor: a `LogitsProcessor` or `LogitsProcessorList` of `transformers`, or any function like one. It gets
-            input_ids [1, T] int64, the text so far, and scores [1, V] float32 (float64 of a target in float64), the logits after the
-            repetition penalty, both on the target's device. It returns scores [1, V], to which temperature and filters are applied.
-            It must be a function of these two arguments alone, as it is asked about every position that a draft may decide, also
-            behind drafts that do not stand in the end (but never behind a token to which it gave -inf). The text keeps the law of
-            what it returns. It is called on the host, row by row; drafters do not know of it.
+            input_ids [1, T] int64, the text so far, and scores [1, V] float32 (float64 of a target in float64), the logits after
+            the repetition penalty, both on the target's device. It returns scores [1, V], to which temperature and filters are
+            applied. It must depend on these two arguments alone: it is called for every position that a draft may decide,
+            including positions after drafts that are later rejected (but never after a token to which it gave -inf). Verification
+            is lossless with respect to the logits that it returns. It is called on the host, row by row; drafters do not know of
+            it.
 
     Raises:
         ValueError: naming the field, the value and the rule.
@@ -171,16 +172,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs; the arguments of `engine.load` that are not objects.
+    """How the engine runs: the arguments of `engine.load` about serving.
 
     Attributes:
-        num_draft_tokens: tokens proposed in a round, >= 0; "auto": chosen while running, by what it brings.
+        num_draft_tokens: tokens proposed in a round, >= 0; "auto": chosen at run time for the highest expected speed.
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
             accepts less, and whose sampled text depends on the seed alone, not on the drafter, K or the batch.
             Temperature 0 is greedy under each.
-        exact: every decode call has one shape, of 8 tokens a row (more than 7 drafts take several calls). Greedy text, and under
-            "coupled" sampled text too, is then bit for bit the same with and without speculation. Sampled text under "rejection"
-            and "block" depends on the drafts even so; its distribution does not. None: True on an accelerator, False on CPU.
+        exact: all decode calls have one shape, 8 tokens per row (more than 7 drafts take several calls). Greedy text, and under
+            "coupled" sampled text too, is then bit for bit the same with and without speculation. Under "rejection" and "block"
+            sampled text still depends on the drafts, but its distribution does not. None: True on an accelerator, False on CPU.
         max_batch_size: rows that decode together, in [1, 65535].
         max_length: prompt and new tokens together, >= 2; None: the model's context.
         compile: on a CPU, the target runs compiled by `torch.compile`.

@@ -1,4 +1,4 @@
-"""`Engine`, what a user holds: prompts in, outputs out. The loop between is in `serving.py`."""
+"""`Engine`, the user-facing class: prompts in, outputs out. The serving loop is in `serving.py`."""
 
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -37,12 +37,12 @@ class Engine:
     """Continues prompts with a target model and a drafter; made by `engine.load`.
 
     Attributes:
-        config: as it was asked for.
+        config: as passed to `engine.load`.
         tokenizer: the target's, or None.
         drafter: None for plain decoding.
-        stats: of the engine's life.
-        max_length: tokens of a prompt and its answer together, at most.
-        exact: whether every target call has one shape.
+        stats: totals since the engine was made.
+        max_length: limit on the tokens of a prompt plus its answer.
+        exact: whether all decode calls of the target have one shape.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, drafter: Drafter | None, config: EngineConfig) -> None:
@@ -83,11 +83,11 @@ class Engine:
     def target_model(self) -> PreTrainedModel:
         """The live target.
 
-        On a CPU its linear layers may be packed (`packing.py`). These have no parameters: `parameters()` lacks them, and
-        `state_dict()` unpacks them. Their `weight` may be a copy: to change weights, call `load_state_dict`, or load a live model and
-        change that, which peft's adapters and `tie_weights` need, too. Call `resize_token_embeddings` before the model is loaded. On a
-        GPU change weights in place: rounds that have been captured read them where they lie. Other parameters, modules, hooks or
-        adapters are seen by the next call, which captures its rounds anew.
+        On a CPU its linear layers may be packed (`packing.py`). Packed layers have no parameters: `parameters()` omits them,
+        `state_dict()` unpacks them, and their `weight` may be a copy. To change weights, call `load_state_dict`, or load a live
+        model and change that one (peft adapters and `tie_weights` need this too). Call `resize_token_embeddings` before loading.
+        On a GPU, change weights in place: captured rounds read them where they are. New parameters, modules, hooks or adapters
+        take effect at the next call, which captures its rounds again.
         """
         return self._target.model
 
@@ -112,27 +112,28 @@ class Engine:
         """Continue one prompt or many.
 
         Args:
-            prompts: text, token ids or chat messages, or a list of these. Ids may come in a list, a 1-D tensor or array, or as a
-                tokenizer returns them; what it returns for a list of texts is a list of prompts, but for a tensor of one row. A chat that
-                ends in a message of the assistant is continued there.
+            prompts: text, token ids or chat messages, or a list of these. Ids may be a list, a 1-D tensor or array, or a
+                tokenizer's output; its output for a list of texts counts as a list of prompts, except for a tensor with a single
+                row. A chat that ends with an assistant message is continued from there.
             params: for all prompts, or one for each; None: the defaults.
             progress: show a bar on stderr (that of rank 0, under tensor parallelism).
-            on_output: called with each prompt's index and its `Output` (or its InvalidLogitsError, with the outputs so far) as soon
-                as it has ended, in whichever order they end. The others wait meanwhile; what it raises ends the call.
+            on_output: called with a prompt's index and its `Output` (or InvalidLogitsError, with the outputs so far) as soon as
+                that prompt ends, in order of completion. Generation pauses during the call; an exception from it ends `generate`.
 
         Returns:
             An `Output` for a single prompt, else a list of them in the prompts' order.
 
         Raises:
             ValueError: for bad prompts or parameters, before any work is done.
-            InvalidLogitsError: if the target returns NaN for some prompt; raised when all others have ended, with their outputs.
-            EngineError: if a stream of this engine is still open, if its drafter has been attached to another engine since, or
-                proposes something that is no proposal, or if the target is in another dtype, on another device or compiled by now.
+            InvalidLogitsError: if the target's logits for some prompt have NaN or +inf, or nothing but -inf; raised once all
+                others have ended, with their outputs.
+            EngineError: if a stream of this engine is still open, if its drafter has since been attached to another engine or
+                returns an invalid proposal, or if the target's dtype, device or vocabulary has changed since loading, or others have
+                compiled it.
 
-            What is raised while prompts are served, KeyboardInterrupt included, carries the outputs so far in its attribute
-            `outputs`, in the prompts' order, None for those that had not ended. Among it may be a ValueError for a
-            logits_processor that does not return logits [1, V], and whatever a processor raises itself (a StopIteration as a
-            RuntimeError).
+            Any exception raised while prompts are served, KeyboardInterrupt included, has an attribute `outputs`: the outputs so
+            far, in the prompts' order, None where unfinished. This includes a ValueError for a logits_processor that does not
+            return logits [1, V], and whatever a processor raises (a StopIteration becomes a RuntimeError).
         """
         check_bool("progress", progress)
         if on_output is not None and not callable(on_output):
@@ -166,19 +167,19 @@ class Engine:
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
-        """Continue one prompt, a `Piece` each round; the last one holds the whole `Output`. To stop it early, close it.
+        """Continue one prompt, yielding one `Piece` per round; the last one holds the whole `Output`. To stop it early, close it.
 
         Raises:
-            As `generate`; bad input is reported by the call itself, before the first piece is asked for. Behind an error, as when
-            another stream is open, there are no more pieces: call it again.
+            As `generate`; bad input is reported by the call itself, before the first piece is requested. After an error, as when
+            another stream is open, the generator is finished: call `stream` again.
         """
         requests, _ = self._requests.make(prompt, params, streamed=True)
         return self._pieces(requests[0])
 
     def check(self, prompts: Any, params: _Params = None) -> None:
-        """Raise the ValueError that `generate` would raise for these before its work, and do no work.
+        """Raise the ValueError that `generate` would raise for these arguments, without generating.
 
-        Under tensor parallelism, a single rank may call this, unlike all else.
+        Unlike the other methods, one rank alone may call this under tensor parallelism.
         """
         self._requests.check(prompts, params)
 
@@ -189,11 +190,11 @@ class Engine:
         params: SamplingParams | None = None,
         progress: bool = False,
     ) -> None:
-        """Compile kernels and capture CUDA graphs now instead of at the first prompts and rounds of their kind. On a CPU the buffers of
-        such texts are made, and what samples is compiled if `params` do.
+        """Compile kernels and capture CUDA graphs now rather than when first needed.
 
-        All that is captured here is kept: for each pair of a batch size and a length 3 graphs with most drafters, up to 15 with
-        num_draft_tokens="auto", and up to 50 where a model drafts. A text that grows goes through the buckets of all lengths up to its own.
+        On a CPU this allocates the buffers of such texts, and compiles the sampling loops if `params` need them. Everything
+        captured here is kept: per pair of a batch size and a length 3 graphs with most drafters, up to 15 with
+        num_draft_tokens="auto", and up to 50 if a model drafts. A growing text passes through every bucket up to its own length.
 
         Args:
             batch_sizes: rows that will decode together; None: `max_batch_size`. For an `exact` engine, all are one.
@@ -205,8 +206,8 @@ class Engine:
         Raises:
             ValueError: naming the argument, the value and the rule; sizes go up to max_batch_size and max_length. On every rank,
                 if one was given something else.
-            EngineError: if a stream of this engine is still open, its drafter has been attached to another engine since, or the
-                target is in another dtype, on another device or compiled by now.
+            EngineError: if a stream of this engine is still open, if its drafter has since been attached to another engine, or if
+                the target's dtype, device or vocabulary has changed since loading, or others have compiled it.
         """
         if batch_sizes is None:
             batch_sizes = [self.config.max_batch_size]
@@ -259,7 +260,7 @@ class Engine:
         """Keep others out meanwhile, and undo before what they or an interrupt have done to the target.
 
         Raises:
-            EngineError: if this engine is generating, its drafter serves another one by now, or the target has been moved.
+            EngineError: if this engine is generating, its drafter now serves another one, or the target has been moved.
         """
         # One step, as others may come from other threads. A lock would stay taken if Ctrl-C came right after it was.
         mine = object()
@@ -273,11 +274,11 @@ class Engine:
                 del self._served["call"]
 
     def _make_ready(self) -> None:
-        """Undo what others or an interrupt have done to the target (training mode, left out layers), and forget the graphs of what a
-        live model no longer does.
+        """Undo what others or an interrupt have done to the target (training mode, left out layers), and forget the graphs of what
+        a live model no longer does.
 
         Raises:
-            EngineError: if its drafter serves another engine by now, or the target has been moved or compiled.
+            EngineError: if its drafter now serves another engine, or the target has been moved or compiled.
         """
         for part in self._attached:
             if part.attached_to is not self._attachment:

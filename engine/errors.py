@@ -1,4 +1,4 @@
-"""Errors of the engine that are no plain ValueError or FileNotFoundError."""
+"""Errors of the engine that are not a plain ValueError or FileNotFoundError."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """Something went wrong while generating or training."""
+    """Loading, generating or training failed."""
 
 
 class InvalidLogitsError(EngineError):
     """The target returned logits with NaN or +inf, or nothing but -inf: there is no distribution to draw from.
 
-    Raised after all other prompts have ended: one that fails does not affect the others.
+    Raised once all other prompts have finished; a failing prompt does not affect them.
 
     Attributes:
-        outputs: one entry per prompt, in order: its `Output`, or None where it failed.
+        outputs: one entry per prompt, in order: its `Output`, or None where it failed (in the error that `on_output` gets, also
+            where it has not finished).
         errors: what happened, by index of the prompt.
     """
 
@@ -27,7 +28,7 @@ class InvalidLogitsError(EngineError):
         self.outputs, self.errors = outputs, errors or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For copies and pickles: an exception is made anew from its message alone otherwise."""
+        """For copies and pickles, which would otherwise rebuild an exception from its message alone."""
         return type(self), (str(self), self.outputs, self.errors)
 
 

@@ -39,17 +39,17 @@ def load(
     """Make an engine.
 
     The target's generation config gives end-of-sequence tokens and the repetition_penalty. Temperature, filters and lengths
-    come with each request; what else changes the text of `transformers`, such as suppress_tokens, is not applied, and a logged
-    warning names it.
+    come with each request; other settings that change what `transformers` generates, such as suppress_tokens, are not applied, and
+    a logged warning lists them.
 
     Args:
-        target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on). Here and below, a hub id
-            is owner/name, or owner/name@revision for another branch than main, a tag or a commit. Of a model that takes images,
+        target: hub id, local folder, GGUF file, or a live model (used as it is, in eval mode from here on). Here and below, a hub
+            id is owner/name, or owner/name@revision for another branch than main, a tag or a commit. Of a model that takes images,
             too, the text side is served.
         drafter: what proposes tokens:
 
             - None: nothing does, which is plain decoding;
-            - "ngram", "suffix": what followed where the end of the text stood before, in this text or (suffix) in other outputs;
+            - "ngram", "suffix": what followed the text's last tokens earlier, in this text or (suffix) also in earlier outputs;
             - a hub id or folder of a learned drafter that was made for the target: an EAGLE or Medusa head or an MLP speculator,
               recognised by its config; or the name of a head that comes with the package, in `engine.heads`;
             - MODEL, the hub id, folder or GGUF file of a draft model, with the target's tokenizer or another one;
@@ -58,8 +58,8 @@ def load(
             - "ngram+X", "suffix+X": lookup, and where that finds nothing X, any of the names above;
             - a live draft model, which must have the target's vocabulary;
             - an object with `prefill`, `propose` and `observe`, see `engine.Drafter`.
-        num_draft_tokens: tokens proposed in a round (K), >= 0; "auto": as many as promise most tokens per second, from the
-            acceptance and the times of the rounds so far, down to none.
+        num_draft_tokens: tokens proposed in a round (K), >= 0; "auto": chosen for the highest expected tokens per second, from the
+            acceptance and times measured so far; may be 0.
         verification: "rejection"; "block", which accepts more of a draft model's longer drafts; or "coupled", which
             accepts less, and whose sampled text depends on the seed alone, not on the drafter, K or the batch.
             Temperature 0 is greedy under each.
@@ -68,8 +68,8 @@ def load(
             Every target call then has one shape. None: True on an accelerator, where that is nearly free, False on CPU.
         max_batch_size: rows that decode together; more prompts wait for a free one.
         max_length: prompt and new tokens together; None: the model's context.
-        dtype: "auto" (the checkpoint's own; bfloat16 for GGUF; a live model's own), a torch dtype or its name. Calls of the engine are
-            in this one, whatever `torch.autocast` says.
+        dtype: "auto" (the checkpoint's own; bfloat16 for GGUF; a live model's own), a torch dtype or its name. Calls of the engine
+            are in this one, whatever `torch.autocast` says.
         device: "auto" (CUDA if there is one, else CPU; a live model's own), or a torch device.
         tokenizer: of a live model, or to replace the checkpoint's: an object, or a folder or hub id that has one. None: prompts
             of a live model are token ids.
@@ -88,8 +88,8 @@ def load(
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache, or compiled (a ValueError).
         EngineError: if compiling fails.
         OSError: for a hub id that cannot be had, or a cache folder in which no converted GGUF file can be written.
-        ImportError: for a GGUF file, quantized weights, an adapter beside the weights or a tokenizer.model without the packages that
-            read them.
+        ImportError: for a GGUF file, quantized weights, an adapter beside the weights or a tokenizer.model without the packages
+            that read them.
     """
     config = EngineConfig(
         num_draft_tokens=num_draft_tokens,

@@ -12,14 +12,15 @@ class Output:
 
     Attributes:
         text: the new text, without the stop string or token that ended it and without special tokens; None without a tokenizer. It
-            is what the tokenizer makes of the new tokens alone: some, such as Llama 2's, leave out a space before the first word,
-            which is there if prompt_token_ids + token_ids are decoded together.
-        token_ids: the new tokens, with the one that ended the text: the end of sequence, or what completed a stop string.
+            is decoded from the new tokens alone: some tokenizers, such as Llama 2's, then drop a leading space that decoding
+            prompt_token_ids + token_ids together would keep.
+        token_ids: the new tokens, including the one that ended the text (an end-of-sequence or stop token, or the one that
+            completed a stop string).
         prompt_token_ids: the prompt as the target read it.
         finish_reason: "eos", "stop" or "length".
         stats: of this request.
-        logprobs: if asked for, of each of token_ids the natural log of the target's probability for it, given the text before it,
-            under the request's penalty, logits processor, temperature and filters (what it was drawn from); of greedy texts at
+        logprobs: if requested, the log-probability (natural log) of each of token_ids under the target, given the text before it,
+            after penalty, logits processor, temperature and filters (the distribution it was drawn from); for greedy text at
             temperature 1, without filters.
     """
 
@@ -58,8 +59,8 @@ class Piece:
     """What one round adds to a stream.
 
     Attributes:
-        text: what can be shown by now: half a character, or what may begin a stop string, comes with a later piece; None without
-            a tokenizer.
+        text: the text that is safe to show; an incomplete character, or a possible start of a stop string, is held back for a
+            later piece. None without a tokenizer.
         token_ids: all tokens of the round.
         spans: the text again, split by where it came from.
         output: with the last piece: the whole.

@@ -5,8 +5,8 @@ instructions. Each sequence is worked on by itself, from its first row on, up to
 for those of all drafts under `block`. Beside the rows there is room for the sums of blocks, and, under top-k or top-p, for one row's
 largest logits.
 
-Where a row up to that one is no distribution, or a draft's is not, nothing is said: what the verdict is then, and its status, is
-left to the reference.
+If a row up to that one, or a draft's row, is not a distribution, the loops give no verdict, and the reference decides instead: the
+verdict and its status.
 
 All loops are in one file, because Numba keeps what it compiled until the file of the outermost function changes.
 """

@@ -106,8 +106,9 @@ def sample_by_inversion(
     origin: Tensor,  # [B] int64
     stream: int,
 ) -> Draws:
-    """As `sample` with log-probabilities, by less work where compiled loops serve the logits: with a single random number for each
-    row. It draws other tokens with the same probabilities, and serves drafts that verification compares with their distribution."""
+    """Like `sample(..., return_logprobs=True)`, but cheaper where the compiled CPU loops run: they take one random number per row, and
+    check no arguments. They draw different tokens from the same distribution; use this for drafts that are verified against their
+    distribution."""
     rows = temperature, top_k, top_p, min_p
     more: dict[str, Any] = dict(seed=seed, position=position, origin=origin, stream=stream, return_logprobs=True)
     if not use_triton(logits) and use_loops(logits):
@@ -185,7 +186,7 @@ def verify(
 
 
 def use_loops(tensor: Tensor, *others: Tensor | None) -> bool:
-    """Whether compiled loops serve these tensors, which Triton does not, and not their torch twins."""
+    """Whether the compiled CPU loops, rather than the torch twins, serve these tensors. Assumes that Triton does not."""
     if tensor.device.type != "cpu" or _choice() == "torch" or not _has_numba():
         return False
     return all(each is None or each.dtype != torch.float64 for each in (tensor, *others))
@@ -207,7 +208,7 @@ def use_triton(tensor: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels serve these tensors, which are on one device, and not their torch twins.
 
     Raises:
-        ValueError: if ENGINE_KERNELS says so and it cannot be had.
+        ValueError: if ENGINE_KERNELS says so and it is not available.
     """
     choice = _choice()
     if any(each is not None and each.dtype == torch.float64 for each in (tensor, *others)):
@@ -218,10 +219,10 @@ def use_triton(tensor: Tensor, *others: Tensor | None) -> bool:
 
 
 def check_kernels(device: torch.device) -> None:
-    """Whether what ENGINE_KERNELS says can be had for tensors on this device, where it can be told before any call.
+    """Check that what ENGINE_KERNELS says is available for tensors on this device, as far as that is known before any call.
 
     Raises:
-        ValueError: if it cannot.
+        ValueError: if it is not.
     """
     if _choice() != "triton":
         return

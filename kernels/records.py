@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# A temperature below this is greedy, because logit / T would overflow float32 in the end. The value is 1e-5 rounded to float32, so
-# that a number of Python compares with it as one in a float32 tensor does. 1e-5 itself is not below it.
+# A temperature below this is greedy, because logit / T could overflow float32. The value is 1e-5 rounded to float32, so that a
+# number of Python compares with it as one in a float32 tensor does. 1e-5 itself is not below it.
 GREEDY_BELOW = 10_995_116 * 2.0**-40
 DRAW_BLOCK = 1024  # tokens; a draw in two levels first chooses a block of this size, then a token inside it
 
