@@ -1,8 +1,8 @@
 """Attention over the ragged cache, as transformers' models call it (`transformers.AttentionInterface`).
 
 On a GPU it is the ragged kernel, which reads the static buffers where they lie, up to each row's own length. It needs no mask,
-and no K and V that are repeated for every query head or gathered from their slots. On a CPU it is
-`scaled_dot_product_attention` over the part of the buffers that is in use.
+and no K and V that are repeated for every query head or gathered from their slots. Elsewhere (on a CPU, and on a GPU that goes
+without this kernel) it is `scaled_dot_product_attention` over the part of the buffers that is in use.
 """
 
 import logging
@@ -218,7 +218,7 @@ def attend_ragged(
         ValueError: for a mask, which the model must have made itself, as it is given none.
     """
     if attention_mask is not None:
-        raise ValueError("its attention makes a mask of its own, which the ragged kernel does without")
+        raise ValueError("the model's attention builds its own mask, which the ragged kernel does not support")
     plan = _calls.caches[-1].plan
     output = ragged_attention(
         query, key, value, plan.start, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
@@ -279,7 +279,7 @@ def _warn_if_names_have_changed(model: PreTrainedModel) -> None:
     """What tells which models look their attention up, and which one they use, has no public name: without it calls stay right."""
     if hasattr(PreTrainedModel, "_supports_attention_backend") and _implementation(model.config) is not None:
         return
-    logger.warning("this release of transformers keeps a model's attention where it is not found: calls are slower")
+    logger.warning("cannot find a model's attention setting in this transformers release: calls will be slower")
 
 
 def _implementation(config: Any) -> str | None:

@@ -1,8 +1,8 @@
 """RaggedCache: static K/V buffers in which every row has its own length.
 
 A row's K/V is valid below its `seq_lens` (held by `BatchState`, not here); what lies beyond is stale, masked, and
-overwritten in time. Rolling back is therefore lowering `seq_lens` and touches no memory. Each buffer has one more place
-than rows can use, the trash slot, where the K/V of padding goes.
+overwritten in time. Rolling back is therefore lowering `seq_lens` and touches no memory. Each slot has one more position
+than rows can use, the trash position, where the K/V of padding goes.
 """
 
 import functools
@@ -30,7 +30,7 @@ class CallPlan:
     slots: Tensor  # [n, 1] int64, the same slots as an index
     start: Tensor  # [n] int64, position of column 0
     num_valid: Tensor  # [n] int64, columns of each row that are no padding
-    write_at: Tensor  # [n, W] int64 positions; the trash slot where a column is padding
+    write_at: Tensor  # [n, W] int64 positions; the trash position where a column is padding
     # In a call without padding, the model gets the N valid columns of all rows side by side, as one row [1, N]. This says
     # which belong to which row; `slots` and `write_at` are [N, 1] then. None in any other call.
     runs: "list[Run] | None"

@@ -127,7 +127,7 @@ def _check_source(source: Any, role: str) -> Path:
     if not isinstance(source, str | Path) or not str(source):
         got = repr(source) if isinstance(source, str | int | float | None) else f"a {type(source).__name__}"
         if hasattr(source, "merge_and_unload"):
-            got += ", whose base_model.model is one, or what its merge_and_unload() returns"
+            got += ": pass its base_model.model or the result of its merge_and_unload()"
         raise ValueError(f"{role} must be a hub id, a path or a PreTrainedModel, got {got}")
     path = existing_path(str(source), role)
     if path.is_file() and path.suffix.lower() != ".gguf":
@@ -171,8 +171,7 @@ def read_config(location: str, role: str) -> PretrainedConfig:
             raise
         if _wants_own_code(error):
             raise UnsupportedModelError(
-                f"{role} must be of an architecture that transformers has; {location} comes with code of its own, which "
-                f"is not run"
+                f"{role} must use an architecture built into transformers; {location} ships its own code, which is not run"
             ) from error
         raise ValueError(f"{role} must be a checkpoint that transformers knows, got {location}: {error}") from error
     check_config(config, role)
@@ -209,8 +208,8 @@ def read_tokenizer(location: str, role: str) -> Any:
     except Exception as error:  # of many kinds, one of them Rust's
         if _wants_own_code(error):
             raise ValueError(
-                f"{role} must have a tokenizer that transformers has; that of {location} comes with code of its own, which is "
-                f"not run: load it with transformers, and pass it as tokenizer= to engine.load"
+                f"{role} must have a tokenizer built into transformers; that of {location} ships its own code, which is not run: "
+                f"load it with transformers, and pass it as tokenizer= to engine.load"
             ) from error
         # transformers then takes a vocabulary of SentencePiece for one of tiktoken.
         if not _has(folder, ["tokenizer.json"]) and _has(folder, _SENTENCEPIECE) and not _reads_sentencepiece():
@@ -223,8 +222,8 @@ def read_tokenizer(location: str, role: str) -> Any:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     if added and len(tokenizer) <= len(added) and not _has(folder, _VOCABULARIES):
         raise ValueError(
-            f"{role} must have an intact tokenizer; that of {location} has no vocabulary but {len(added)} added tokens: its "
-            f"tokenizer.json, or what takes the place of that, is missing"
+            f"{role} must have an intact tokenizer; that of {location} has {len(added)} added tokens but no vocabulary: "
+            f"tokenizer.json or an equivalent file is missing"
         )
     return tokenizer
 

@@ -103,6 +103,6 @@ def compile_now(target: "RaggedModel") -> None:
         if not (logits - plain).norm() < _MOST_ROUNDING * plain.norm():
             kind = target.config.model_type
             raise UnsupportedModelError(
-                f"compile must be False for a target of type {kind!r}: compiled, it gives other logits (code that torch has "
-                f"kept of another processor gives such, too: TORCHINDUCTOR_CACHE_DIR names the folder)"
+                f"compile must be False for a target of type {kind!r}: the compiled model gives different logits (code that "
+                f"torch cached on another processor can cause this too: TORCHINDUCTOR_CACHE_DIR names the folder)"
             )

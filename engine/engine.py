@@ -283,8 +283,8 @@ class Engine:
         for part in self._attached:
             if part.attached_to is not self._attachment:
                 raise EngineError(
-                    f"the {type(part).__name__} of this engine has been attached to another engine since, and keeps one "
-                    f"engine's texts only: give each engine a drafter object of its own"
+                    f"the {type(part).__name__} of this engine has since been attached to another engine and can serve only "
+                    f"one: give each engine its own drafter object"
                 )
             if (restore := getattr(part, "restore", None)) is not None:
                 restore()

@@ -75,8 +75,8 @@ class Graphs:
     Args:
         make_capture: makes a `Capture` in a pool of memory; None: everything is done eagerly.
         max_graphs: more are not kept, which bounds memory: the least recently used one is forgotten. `warmup` raises it.
-            An exact engine with "auto" has 15 for each bucket of lengths, and up to 50 where a model drafts; a long text goes
-            through five buckets.
+            An engine with "auto" has 15 for each bucket of lengths, and up to 50 where a model drafts; a long text goes through
+            five buckets.
         make_pool: makes a pool.
 
     Attributes:
@@ -206,7 +206,7 @@ class Graphs:
         if not self._told_short:
             self._told_short = True
             logger.warning(
-                "no memory for more CUDA graphs: all are forgotten, and at most %d kept from now on", self._max
+                "out of memory for CUDA graphs: all are dropped, and at most %d will be kept from now on", self._max
             )
         self.clear()
         with suppress(RuntimeError):  # where the capture could not be ended
@@ -217,7 +217,7 @@ class Graphs:
         del self._captured[next(iter(self._captured))]
         if not self._told_full:
             self._told_full = True
-            logger.warning("more than %d CUDA graphs are wanted: those not used for longest are forgotten", self._max)
+            logger.warning("more than %d CUDA graphs are needed: the least recently used are dropped", self._max)
 
     def follow(self, work: Work) -> None:
         """Forget all graphs if this is not the work that it was at the last call."""

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .heads import head_names
+
 _BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
@@ -63,15 +65,16 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def naming_errors(source: str, role: str) -> Iterator[None]:
-    """The errors of a hub id that cannot be had are OSErrors that name it, and the argument."""
+    """The errors of an inaccessible hub id are OSErrors that name it, and the argument."""
     try:
         yield
     except hub_errors() as error:
         if user_path(source).exists():
             raise
-        names = "\n(Or one of the names ngram, suffix, layer_skip:N, staged:MODEL.)" if role == "drafter" else ""
+        names = ", ".join(("ngram", "suffix", "layer_skip:N", "staged:MODEL", *head_names(), "ngram+X", "suffix+X"))
+        others = f"\n(Or one of the names {names}.)" if role == "drafter" else ""
         raise OSError(
-            f"{role} must be an existing path or a hub id that can be had, got {source!r}: {error}{names}"
+            f"{role} must be an existing path or an accessible hub id, got {source!r}: {error}{others}"
         ) from error
 
 

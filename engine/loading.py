@@ -224,9 +224,7 @@ def _device(device: Any, target: Any) -> torch.device:
     if wanted is None:
         return torch.device("cuda" if count else "cpu")
     if wanted.type not in ("cpu", "cuda") or (wanted.type == "cuda" and (wanted.index or 0) >= count):
-        raise ValueError(
-            f"device must be 'cpu' or one of the CUDA devices that torch finds, {count} here, got {device!r}"
-        )
+        raise ValueError(f"device must be 'cpu' or one of the {count} CUDA devices that torch finds, got {device!r}")
     return wanted
 
 

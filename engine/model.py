@@ -106,7 +106,7 @@ class RaggedModel:
         self.config = model.config.get_text_config()
         reason = why_eager(model)
         if reason is None and self.device.type == "cuda" and not use_triton(next(model.parameters())):
-            reason = f"torch's operations, which take the place of kernels here ({self.dtype}), wait for the device"
+            reason = f"torch's operations, used here instead of our kernels ({self.dtype}), wait for the device"
         self.capturable = reason is None
         if reason is not None and self.device.type == "cuda":
             logger.warning("the %s runs without CUDA graphs: %s", role, reason)
@@ -128,8 +128,9 @@ class RaggedModel:
         self._last_layer: nn.Module | None = None  # if hidden states before the last norm are kept
         if compile and not unpadded:
             raise UnsupportedModelError(
-                f"compile=True needs a CPU and one of the tested architectures with attention 'sdpa', looked up by transformers; "
-                f"got {model.config.model_type!r} on {self.device.type!r} with {self.config._attn_implementation!r}"
+                f"compile=True needs a CPU and one of the tested architectures, whose attention is 'sdpa' through transformers' "
+                f"AttentionInterface; got {model.config.model_type!r} on {self.device.type!r} with "
+                f"{self.config._attn_implementation!r}"
             )
         self.compiled = CompiledForward(model, one_shape=exact) if compile else None
         if not _is_tested(model):

@@ -1,4 +1,4 @@
-"""The end of a round on the host: its packed result is read, and its tokens go to the requests."""
+"""The host side of a finished round: reads its packed result and hands the tokens to their requests."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ _FATAL, _INVALID_DRAFT = int(FATAL_STATUS), int(Status.INVALID_DRAFT)  # IntFlag
 class RowResult(NamedTuple):
     """What a round did to one row, on the host."""
 
-    tokens: list[int]  # K+1; -1 behind the new ones
+    tokens: list[int]  # K+1; -1 after the new ones
     num_accepted: int
     num_proposed: int
     status: int  # bits of `Status`
@@ -73,7 +73,7 @@ class Results:
     ) -> None:
         self._round, self._state, self._stats, self._ranks = round_, state, stats, ranks
         self._eos_token_ids = eos_token_ids
-        self._warned = False  # of draft logits that are no distribution
+        self._warned = False  # of draft logits that are not a distribution
 
     def read(self, launched: Launched, lengths: DraftLength) -> list[tuple[Request, int]]:
         """Give a round's tokens to its requests. `lengths` learns from the round.
@@ -120,7 +120,7 @@ class Results:
             new_tokens = tokens[:accepted]
         if status & _INVALID_DRAFT and not self._warned:
             self._warned = True
-            logger.warning("the drafter returned logits that are no distribution; its drafts are ignored there")
+            logger.warning("the drafter returned logits that are not a distribution; the affected drafts are ignored")
         lengths.observe(request.slot, new_tokens, accepted, proposed, launched.asked)
         before = len(request.token_ids)
         for column, token in enumerate(new_tokens):
@@ -139,11 +139,10 @@ class Results:
         return new
 
     def _without_distribution(self, request: Request, status: int, launched: Launched) -> None:
-        """Fail a request whose logits are no distribution, or have it go on without drafts if there were any.
+        """Fail a request whose logits are not a distribution, or have it continue without drafts if there were any.
 
-        Drafts may be to blame, and not the text: attention weighs the K/V of those behind a token, and of earlier ones that were
-        rejected or not even verified, with 0, but 0 * NaN is NaN. So the row fails only if its logits are no distribution without
-        them either.
+        The drafts may be to blame, not the text: attention gives weight 0 to the K/V of later, rejected or unverified tokens, but
+        0 * NaN is NaN. So a row fails only if its logits are not a distribution without drafts as well.
         """
         slot, cache = request.slot, self._round.target.cache
         if self._round.drafter is not None and slot not in launched.without_drafts:
@@ -154,7 +153,7 @@ class Results:
         cache.clear(slot, torch.zeros_like(self._state.seq_lens[slot]))
         source = "the target" if request.params.logits_processor is None else "the target or its logits_processor"
         request.error = (
-            f"{source} returned logits that are no distribution ({Status(status).name}) for prompts[{request.index}] at "
+            f"{source} returned logits that are not a distribution ({Status(status).name}) for prompts[{request.index}] at "
             f"position {request.length}"
         )
 

@@ -30,7 +30,7 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None  # why it has no output
     slot: int = -1
-    without_drafts: bool = False  # what is drafted for it no longer counts, as one of its drafts could not be read
+    without_drafts: bool = False  # its drafts no longer count: with them, the target's logits were not a distribution
     prefilled: int = 0  # tokens whose K/V is in the cache, before it runs
     started: float = 0.0
     stats: Stats = field(default_factory=Stats)

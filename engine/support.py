@@ -63,8 +63,8 @@ def check_config(config: PretrainedConfig, role: str) -> None:
         raise UnsupportedModelError(f"{role} must be a causal language model, got {name!r}, which is not one")
     if getattr(text, "alibi", False) or name in ("bloom", "mpt"):
         raise UnsupportedModelError(
-            f"{role} of type {name!r} uses ALiBi, which derives positions from a 2D mask: rows of different length in "
-            f"one static cache cannot be told to it"
+            f"{role} of type {name!r} uses ALiBi, which derives positions from a 2D mask, so it cannot handle rows of "
+            f"different lengths in one static cache"
         )
     if getattr(text, "use_bidirectional_attention", None) is True:
         raise UnsupportedModelError(
@@ -73,15 +73,15 @@ def check_config(config: PretrainedConfig, role: str) -> None:
     # gpt_neo's, whose window is wider than what the probe reads
     if "local" in (getattr(text, "attention_layers", None) or ()):
         raise UnsupportedModelError(
-            f"{role} of type {name!r} has local attention, whose window it counts from the last key: in a static cache a row may end "
-            f"before that"
+            f"{role} of type {name!r} has local attention with a window counted from the last key, but in a static cache a "
+            f"row may end earlier"
         )
     other = set(getattr(text, "layer_types", None) or ()) - _ATTENTION
     if other or name in _RECURRENT:
         kinds = ", ".join(sorted(other)) or "recurrent"
         raise UnsupportedModelError(
-            f"{role} of type {name!r} has layers of another kind than full and sliding attention ({kinds}): what "
-            f"rejected drafts left in their state could not be rolled back"
+            f"{role} of type {name!r} has layers other than full or sliding attention ({kinds}): their state cannot be "
+            f"rolled back after rejected drafts"
         )
 
 
@@ -118,8 +118,8 @@ def check_supported(model: PreTrainedModel, role: str) -> None:
     for part, module in model.named_modules():
         if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
             raise UnsupportedModelError(
-                f"{role} must not be quantized dynamically by torch, got {part}: it scales all tokens of a call alike, so that "
-                f"logits depend on later tokens and on other rows"
+                f"{role} must not be quantized dynamically by torch, got {part}: one scale is shared by all tokens of a call, so "
+                f"logits would depend on later tokens and other rows"
             )
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
@@ -141,8 +141,8 @@ def compiled_part(model: PreTrainedModel) -> str | None:
 def compiled_reason(role: str, part: str) -> str:
     """Why a model with this compiled part is refused."""
     return (
-        f"{role} must not be compiled where its attention is, as K/V goes to the engine's cache, of which such a graph knows "
-        f"nothing; got {part} compiled: load the model as it is, on a CPU with compile=True if that is wanted"
+        f"{role} must not have compiled attention modules, got {part} compiled: its graph does not know the engine's K/V "
+        f"cache. Load the uncompiled model (on a CPU with compile=True, if wanted)"
     )
 
 

@@ -28,13 +28,13 @@ def make_ready(ragged: RaggedModel, role: str) -> None:
     # K/V, packed weights and drafters are as it was.
     if (model.dtype, model.device) != (ragged.dtype, ragged.device):
         raise EngineError(
-            f"the {role} must stay in {ragged.dtype} on {ragged.device}, as it was when this engine was loaded, and is in "
-            f"{model.dtype} on {model.device} by now: load it again"
+            f"the {role} must stay in {ragged.dtype} on {ragged.device}, as when this engine was loaded, and is now in "
+            f"{model.dtype} on {model.device}: load it again"
         )
     if (size := vocab_size(model)) != ragged.vocab_size:
         raise EngineError(
-            f"the {role} must keep its vocabulary of {ragged.vocab_size}, as it was when this engine was loaded, and has one of {size} "
-            f"by now: load it again"
+            f"the {role} must keep its vocabulary of {ragged.vocab_size}, as when this engine was loaded, and now has one of "
+            f"{size}: load it again"
         )
     if (part := compiled_part(model)) is not None:
         raise EngineError(compiled_reason(f"the {role}", part))

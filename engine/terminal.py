@@ -106,21 +106,27 @@ def working(message: str, note: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def loading(target: str, drafter: str = "none", hint: str = "", note: bool = False) -> Iterator[None]:
+def loading(name: str, drafter: str = "none", hint: str = "", note: bool = False) -> Iterator[None]:
     """Show that a model is being loaded, and its drafter, and quieten what transformers says meanwhile.
 
     A download keeps its own progress bars, beside which there is no room for a spinner.
+
+    Args:
+        name: a target, or a drafter that is loaded alone.
+        drafter: loaded with the target.
+        hint: shown after the name.
+        note: not on a terminal, write one line.
     """
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    parts = [*target.split("+"), *drafter.split("+")]  # of either: what is loaded alone may be a drafter
+    parts = [*name.split("+"), *drafter.split("+")]
     if any(map(_is_of_the_hub, parts)):
         logging.enable_progress_bar()
         yield
         return
     logging.disable_progress_bar()
-    with working(f"loading {Path(target).name}{hint}", note):
+    with working(f"loading {Path(name).name}{hint}", note):
         yield
 
 

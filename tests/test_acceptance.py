@@ -118,11 +118,11 @@ def test_prompts_are_cut_to_the_context(checkpoint: Path, tmp_path: Path, capsys
 
 def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def cannot(*arguments: object, **options: object) -> None:
-        raise OSError("target must be ... a hub id that can be had, got 'no/such':\nwe could not connect")
+        raise OSError("target must be ... an accessible hub id, got 'no/such':\nwe could not connect")
 
     monkeypatch.setattr(engine, "load", cannot)
     with pytest.raises(SystemExit):
         acceptance.main(["-t", "no/such"])
     assert capsys.readouterr().err.endswith(
-        "error: target must be ... a hub id that can be had, got 'no/such': we could not connect\n"
+        "error: target must be ... an accessible hub id, got 'no/such': we could not connect\n"
     )

@@ -157,7 +157,9 @@ def test_other_logits_than_before_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(compiled.CompiledForward, "__call__", wrong)
     model: PreTrainedModel = tiny()
-    with pytest.raises(engine.UnsupportedModelError, match="of type 'llama': compiled, it gives other logits"):
+    with pytest.raises(
+        engine.UnsupportedModelError, match="of type 'llama': the compiled model gives different logits"
+    ):
         engine.load(model, drafter=None, compile=True)
 
 
@@ -181,7 +183,7 @@ def test_a_target_that_others_have_compiled_is_refused(part: str, way: str) -> N
         module.forward = torch.compile(module.forward, backend="eager")
     else:
         module.compile(backend="eager")
-    message = f"target must not be compiled .* got {part or 'LlamaForCausalLM'} compiled"
+    message = f"target must not have compiled attention modules, got {part or 'LlamaForCausalLM'} compiled"
     with pytest.raises(engine.UnsupportedModelError, match=message):
         engine.load(target)
     with pytest.raises(engine.EngineError, match=message):

@@ -85,7 +85,7 @@ def test_bad_names(target: PreTrainedModel, name: str, error: type[Exception], m
 
 @pytest.mark.parametrize("name", ["layer_skip", "layer-skip", "staged", "ngram+staged"])
 def test_half_a_name(target: PreTrainedModel, name: str) -> None:
-    rule = r"^drafter (layer_skip|staged) must say of what, such as layer_skip:8 or staged:MODEL, got"
+    rule = r"^drafter '(layer_skip|staged)' must have an argument, such as layer_skip:8 or staged:MODEL, got"
     with pytest.raises(ValueError, match=rule):
         engine.load(target, drafter=name)
 

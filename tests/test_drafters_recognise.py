@@ -184,8 +184,11 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, target: Pr
         raise OSError(f"{repository} is not there")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", missing)
-    rule = "drafter must be an existing path or a hub id that can be had, got 'no/such': no/such is not there"
-    with pytest.raises(OSError, match=rf"(?s)^{rule}.*Or one of the names ngram, suffix, layer_skip:N"):
+    rule = "drafter must be an existing path or an accessible hub id, got 'no/such': no/such is not there"
+    with pytest.raises(
+        OSError,
+        match=rf"(?s)^{rule}.*Or one of the names ngram, suffix, layer_skip:N, staged:MODEL, eagle3-SmolLM2-135M-Instruct, ngram\+X",
+    ):
         engine.load(target, drafter="no/such")
 
 
@@ -200,7 +203,7 @@ def test_a_connection_that_breaks_off(monkeypatch: pytest.MonkeyPatch, target: P
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(
-        OSError, match=r"^drafter must be an .* that can be had, got 'some/head': peer closed connection"
+        OSError, match=r"^drafter must be an .* accessible hub id, got 'some/head': peer closed connection"
     ):
         engine.load(target, drafter="some/head")
 

@@ -294,5 +294,5 @@ def test_the_inner_drafter_sees_prompts_and_rounds(target: PreTrainedModel, text
 def test_an_inner_drafter_that_keeps_rows_serves_one_engine(target: PreTrainedModel) -> None:
     inner = engine.SuffixDrafter()
     first, _ = (engine.load(target, drafter=StagedDraftModel(perturbed(target, 0.05), drafter=inner)) for _ in range(2))
-    with pytest.raises(engine.EngineError, match=r"SuffixDrafter .* has been attached to another engine since"):
+    with pytest.raises(engine.EngineError, match=r"SuffixDrafter .* has since been attached to another engine"):
         first.generate([3, 4, 5], engine.SamplingParams(max_new_tokens=4))

@@ -341,6 +341,6 @@ def test_a_drafter_serves_the_engine_that_was_made_with_it_last(target: PreTrain
     """Rows of two engines would have the same slots."""
     drafter, params = SuffixDrafter(), engine.SamplingParams(max_new_tokens=4)
     first, second = engine.load(target, drafter=drafter), engine.load(target, drafter=drafter)
-    with pytest.raises(engine.EngineError, match=r"SuffixDrafter .* has been attached to another engine since"):
+    with pytest.raises(engine.EngineError, match=r"SuffixDrafter .* has since been attached to another engine"):
         first.generate([3, 4, 5], params)
     assert len(second.generate([3, 4, 5], params).token_ids) == 4

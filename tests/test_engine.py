@@ -957,7 +957,7 @@ def test_a_drafter_serves_the_engine_that_it_was_attached_to_last(target: PreTra
     second = engine.load(target, drafter=other)
     assert second.generate([3, 4, 5], _params(4)).token_ids == expected
     for call in (first.generate, lambda *args: list(first.stream(*args)), lambda *args: first.warmup()):
-        with pytest.raises(engine.EngineError, match=r"DraftModel .* has been attached to another engine since"):
+        with pytest.raises(engine.EngineError, match=r"DraftModel .* has since been attached to another engine"):
             call([3, 4, 5], _params(4))
     assert second.generate([3, 4, 5], _params(4)).token_ids == expected
 
@@ -1028,7 +1028,7 @@ def test_a_target_that_is_converted_after_loading_is_to_be_loaded_again(used: bo
     target.double()
     for call in (llm.generate, lambda *args: list(llm.stream(*args)), lambda *args: llm.warmup()):
         with pytest.raises(
-            engine.EngineError, match=r"must stay in torch.float32 on cpu.* in torch.float64 on cpu by now"
+            engine.EngineError, match=r"must stay in torch.float32 on cpu.* is now in torch.float64 on cpu"
         ):
             call([3, 4, 5], _params(4))
     target.float()
@@ -1051,7 +1051,7 @@ def test_a_target_with_another_vocabulary_is_to_be_loaded_again(size: int) -> No
     target = tiny(dtype=torch.float32, vocab_size=VOCAB)
     llm = engine.load(target)
     target.resize_token_embeddings(size)
-    with pytest.raises(engine.EngineError, match=f"must keep its vocabulary of {VOCAB}, .* has one of {size} by now"):
+    with pytest.raises(engine.EngineError, match=f"must keep its vocabulary of {VOCAB}, .* now has one of {size}:"):
         llm.generate([3, 4, 5], _params(4))
 
 

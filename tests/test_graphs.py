@@ -106,7 +106,7 @@ def test_a_warmup_keeps_all_that_it_captures(caplog: pytest.LogCaptureFixture) -
         graphs.run("one more", lambda: None)
     assert len(graphs) == wanted
     assert [r.message for r in caplog.records] == [
-        "more than 120 CUDA graphs are wanted: those not used for longest are forgotten"
+        "more than 120 CUDA graphs are needed: the least recently used are dropped"
     ]
 
 
@@ -264,7 +264,7 @@ def test_as_many_graphs_as_there_is_memory_for(warm: bool, caplog: pytest.LogCap
     assert llm.generate(prompts[1], engine.SamplingParams(max_new_tokens=30)).token_ids == outputs[1].token_ids
     assert graphs.enabled and graphs._max == len(graphs) == 2 and graphs.replays > replays + 5
     assert [r.message for r in caplog.records if "memory" in r.message] == [
-        "no memory for more CUDA graphs: all are forgotten, and at most 2 kept from now on"
+        "out of memory for CUDA graphs: all are dropped, and at most 2 will be kept from now on"
     ]
 
 
@@ -447,7 +447,7 @@ def test_the_least_recently_used_graph_makes_room(caplog: pytest.LogCaptureFixtu
             graphs.run(key, lambda: None)
         assert [key for key in "abcd" if key in graphs._captured] == list(captured)
     assert [r.message for r in caplog.records] == [
-        "more than 2 CUDA graphs are wanted: those not used for longest are forgotten"
+        "more than 2 CUDA graphs are needed: the least recently used are dropped"
     ]
 
 

@@ -143,7 +143,7 @@ def test_an_interrupted_clearing_is_made_up_for() -> None:
     with pytest.raises(KeyboardInterrupt):
         cache.begin_rows(slice(0, 1))
     layer.values = values
-    assert values[..., :-1, :].any()  # all but the trash slot
+    assert values[..., :-1, :].any()  # all but the trash position
     cache.begin_rows(slice(0, 1))
     assert not values[..., :-1, :].any()
 

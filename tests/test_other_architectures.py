@@ -122,7 +122,7 @@ def test_a_mask_that_a_model_makes_itself_is_kept(monkeypatch: pytest.MonkeyPatc
     on_gpu: Any = SimpleNamespace(config=model.config, device=torch.device("cuda"), dtype=torch.bfloat16)
     assert not uses_ragged_kernel(on_gpu)
     monkeypatch.setattr("engine.model.uses_ragged_kernel", lambda model: True)
-    with pytest.raises(engine.UnsupportedModelError, match="its attention makes a mask of its own"):
+    with pytest.raises(engine.UnsupportedModelError, match="the model's attention builds its own mask"):
         engine.load(model)
 
 

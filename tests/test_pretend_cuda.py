@@ -431,7 +431,7 @@ def test_without_kernels_nothing_is_captured(
 ) -> None:
     monkeypatch.setenv("ENGINE_KERNELS", kernels)
     assert not engine.load(target(dtype=dtype).to("cuda"))._target.graphs.enabled
-    assert "torch's operations, which take the place of kernels here" in caplog.text
+    assert "torch's operations, used here instead of our kernels" in caplog.text
 
 
 def test_a_device_that_the_attention_kernel_does_not_suit(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

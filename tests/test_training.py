@@ -338,11 +338,11 @@ def test_a_finished_run_is_left_as_it_is(target: Path, whole: Path, tmp_path: Pa
     out = copy_of(whole, tmp_path / "out")
     train_drafter(PROMPTS, out, options(target))
     assert_same(out, whole)
-    with pytest.raises(ValueError, match=r"epochs \(2 before, 4 now\) differ"):
+    with pytest.raises(ValueError, match=r"the run in .* differs in epochs \(2 before, 4 now\)"):
         train_drafter(PROMPTS, out, options(target, epochs=4))
     with pytest.raises(ValueError, match=r"learning_rate \(0.005 before, 0.1 now\), seed"):
         train_drafter(PROMPTS, out, options(target, learning_rate=0.1, seed=1))
-    with pytest.raises(ValueError, match="the prompts differ"):
+    with pytest.raises(ValueError, match=r"the run in .* differs in the prompts$"):
         train_drafter([*PROMPTS[:10], "another", *PROMPTS[11:]], out, options(target))
     assert_same(out, whole)
     train_drafter(PROMPTS, out, options(target, device="cpu"))  # may be another machine's
@@ -408,7 +408,7 @@ def test_a_full_disk(room: int, without: tuple[str, ...], file: str, target: Pat
     out = copy_of(whole, tmp_path / "out", *without)
     before = files_of(out)
     with (
-        pytest.raises(OSError, match=rf"{file} could not be written: .*the same run goes on") as raised,
+        pytest.raises(OSError, match=rf"{file} could not be written: .*the same run resumes") as raised,
         largest_file(room),
     ):
         train_drafter(PROMPTS, out, options(target))
@@ -458,7 +458,7 @@ def test_a_disk_that_is_full_when_a_drafter_is_saved(method: str, target: Path, 
     short, out = options(target, **changes), with_options(whole, tmp_path / "out", **changes)
     train_drafter(PROMPTS, out, short)
     before = files_of(out)
-    with pytest.raises(OSError, match=r"out could not be written: .*the same run goes on"), largest_file(5000):
+    with pytest.raises(OSError, match=r"out could not be written: .*the same run resumes"), largest_file(5000):
         train_drafter(PROMPTS, out, short)
     assert files_of(out) == before
 
@@ -527,7 +527,10 @@ def test_damaged_work_is_named(target: Path, whole: Path, tmp_path: Path) -> Non
     checkpoint = (out / "work" / "checkpoint.pt").read_bytes()
     for content in (b"no checkpoint", b"", checkpoint[:100], checkpoint[:-100]):
         (out / "work" / "checkpoint.pt").write_bytes(content)
-        with pytest.raises(ValueError, match=r"checkpoint.pt must be a checkpoint of this training: .*; without that"):
+        with pytest.raises(
+            ValueError,
+            match=r"checkpoint.pt must be a checkpoint of this training: .*; delete that file to restart training",
+        ):
             train_drafter(PROMPTS, out, options(target))
     lines = (out / "work" / "answers.jsonl").read_text().splitlines()
     (out / "work" / "answers.jsonl").write_text("\n".join([lines[0], "{}", *lines[2:], ""]))
@@ -581,7 +584,7 @@ def test_other_work_that_is_begun_while_the_target_is_loaded(
         return load(*args, **more)
 
     monkeypatch.setattr(run, "load", loaded_while_another_one_runs)
-    with pytest.raises(ValueError, match=r"there is other work, as seed \(1 before, 0 now\) differ"):
+    with pytest.raises(ValueError, match=r"the run in .* differs in seed \(1 before, 0 now\)$"):
         train_drafter(PROMPTS, out, options(target))
 
 
@@ -598,7 +601,7 @@ def test_a_target_with_other_weights_than_before(target: Path, whole: Path, tmp_
     weights = load_file(aim / "model.safetensors")
     weights["lm_head.weight"] += 1
     save_file(weights, aim / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="there is other work, as the files of target differ"):
+    with pytest.raises(ValueError, match=r"the run in .* differs in the files of target$"):
         train_drafter(PROMPTS, out, options(aim))
     assert files_of(out) == before
 
@@ -626,7 +629,7 @@ def test_hidden_states_that_are_cut_off(part: str, size: int, target: Path, whol
     out = copy_of(whole, tmp_path / "out", *TRAINING)
     file = max((out / "work" / part).iterdir())
     os.truncate(file, file.stat().st_size + size if size < 0 else size)
-    rule = rf"{part}/{file.name} must hold the hidden states of some texts: .*; without that file it is made anew"
+    rule = rf"{part}/{file.name} must hold the hidden states of some texts: .*; delete that file to recreate it"
     with pytest.raises(ValueError, match=rule):
         train_drafter(PROMPTS, out, options(target))
     assert not (out / "work" / "log.jsonl").exists()
@@ -917,7 +920,7 @@ def test_heads_that_cannot_be_started_from(target: Path, whole: Path, tmp_path: 
         (whole, wider, {}, r"start_from must be .*; it differs in \['layers.0.mlp.down_proj.weight', "),
         (target, target, {}, "start_from must be an EAGLE-3 head, got "),
         ("ngram", target, {}, "start_from must be an EAGLE-3 head, got 'ngram'"),
-        ("no/such", target, {}, "^start_from must be an existing path or a hub id that can be had, got 'no/such'"),
+        ("no/such", target, {}, "^start_from must be an existing path or an accessible hub id, got 'no/such'"),
         (window, target, {}, "start_from must be a head that attends to all of a text, got one with a sliding window"),
         ("./missing", target, {}, "start_from must be an existing path or a hub id, got './missing'"),
     ):

@@ -58,7 +58,7 @@ class IntersectionDraftModel(DraftModel):
         shared = SharedVocabulary(self.tokenizer, self.target_tokenizer, size, target.vocab_size)
         if not shared.share:
             raise ValueError(
-                "target_tokenizer must have tokens in common with the drafter's, got none: re-encode instead"
+                "target_tokenizer must have tokens in common with the drafter's, got none: use ReencodingDraftModel instead"
             )
         counterparts = shared.to_drafter(target.vocab_size)
         self._target_ids, self._drafter_ids = shared.target_ids.to(device), shared.drafter_ids.to(device)

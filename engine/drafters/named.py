@@ -67,7 +67,9 @@ def _check_spelling(name: str) -> None:
     near = get_close_matches(word, _KNOWN, n=1, cutoff=0.75) or get_close_matches(name, head_names(), n=1, cutoff=0.75)
     if near and "/" not in word and not user_path(name).exists():
         if f"{near[0]}:" in (LAYER_SKIP, STAGED) and ":" not in name:
-            raise ValueError(f"drafter {near[0]} must say of what, such as layer_skip:8 or staged:MODEL, got {name!r}")
+            raise ValueError(
+                f"drafter {near[0]!r} must have an argument, such as layer_skip:8 or staged:MODEL, got {name!r}"
+            )
         raise ValueError(f"drafter must be a known name, a hub id or a path, got {name!r}: did you mean {near[0]!r}?")
 
 

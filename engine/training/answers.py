@@ -54,7 +54,7 @@ def answer_prompts(
 ) -> list[Answer]:
     """Have all prompts answered, appending to `file`; what is in there already is kept and not done again.
 
-    Where the target's logits are no distribution, the answer is empty, and a warning says so.
+    Where the target's logits are not a distribution, the answer is empty, and a warning says so.
 
     Prompts are answered in groups that do not depend on interruptions (rounding may depend on who shares a batch): the
     rest of a group of which not all was written is done again.
@@ -63,7 +63,7 @@ def answer_prompts(
         prompts: token ids.
         temperatures: prompt i is answered at the temperature i modulo their number.
         seed: prompt i has seed + i.
-        max_length: of a prompt, in token ids then, with its answer; None: the engine's.
+        max_length: of a prompt with its answer, in tokens; None: the engine's.
 
     Raises:
         ValueError: if the file holds answers to other prompts, or more of them.
@@ -97,7 +97,7 @@ def answer_prompts(
             except InvalidLogitsError as error:  # the others are answered all the same
                 outputs = error.outputs
                 for index in error.errors:
-                    logger.warning("prompts[%d] is left out: the target's logits are no distribution", order[index])
+                    logger.warning("prompts[%d] is left out: the target's logits are not a distribution", order[index])
             found = {
                 i: Answer(prompts[i], [] if out is None else out.token_ids)
                 for i, out in zip(order, outputs, strict=True)

@@ -83,7 +83,8 @@ class Eagle3Training(nn.Module):
         self.register_buffer("draft_ids", draft_ids, persistent=False)
 
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """The loss, and for each step the number of chains and of those whose draft the target would accept greedily."""
+        """The loss and, for each step, [2] int64: chains whose earlier drafts the target would accept greedily, and those of them
+        whose draft of this step it would accept too."""
         first = max(int(batch.prompt_lengths.min()) - 2, 0)  # chains before that belong to no answer
         size = self.target_head.weight.shape[1]
         features = batch.hidden if len(self.layers) * size == batch.hidden.shape[-1] else batch.hidden[..., :-size]

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and the work folder of a run."""
+"""Files that are whole, or what they were before, and the work folder of a run."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def no_room(file: Path) -> Iterator[None]:
         raise
     except (OSError, SafetensorError, RuntimeError) as error:
         raise OSError(
-            f"{file} could not be written: {error}; what was written before is still there, and the same run goes on from it"
+            f"{file} could not be written: {error}; what was written before is still there, and the same run resumes from it"
         ) from error
 
 
@@ -108,7 +108,7 @@ def check_out(out: Path, settings: Mapping[str, Any]) -> None:
     except ValueError:
         before = None
     if not isinstance(before, dict):
-        raise ValueError(f"{file} must be the JSON object that a training wrote, and is none")
+        raise ValueError(f"{file} must be the JSON object that a training wrote, and is not")
     other = [
         _HASHES.get(name) or f"{name} ({before.get(name)!r} before, {value!r} now)"
         for name, value in settings.items()
@@ -116,8 +116,7 @@ def check_out(out: Path, settings: Mapping[str, Any]) -> None:
     ]
     if other:
         raise ValueError(
-            f"out must be new or hold work with the same options and prompts; in {out} there is other work, as "
-            f"{', '.join(other)} differ"
+            f"out must be new or hold work with the same options and prompts; the run in {out} differs in {', '.join(other)}"
         )
 
 

@@ -193,5 +193,5 @@ def _opened(file: Path) -> Iterator[Any]:
             yield found
     except SafetensorError as error:
         raise ValueError(
-            f"{file} must hold the hidden states of some texts: {error}; without that file it is made anew"
+            f"{file} must hold the hidden states of some texts: {error}; delete that file to recreate it"
         ) from error

@@ -91,7 +91,7 @@ def _reading(checkpoint: Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds advice that is none here
         raise ValueError(
-            f"{checkpoint} must be a checkpoint of this training: {reason}; without that file, training begins anew"
+            f"{checkpoint} must be a checkpoint of this training: {reason}; delete that file to restart training"
         ) from error
 
 

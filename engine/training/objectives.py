@@ -35,8 +35,8 @@ _DENSE = "mlp_only_layers"  # a list of the layers that have no experts
 class HeadTraining(nn.Module, ABC):
     """What the three have in common: labels from the target's last hidden states, and the loss.
 
-    A chain starts at a position j of the text, one before the answer or later; its draft s (from 0) is of the token at
-    j + 2 + s. The label of that is what the target says from its hidden state at j + 1 + s.
+    A chain starts at a position j of the text, from prompt_length - 2 on; its draft s (from 0) is of the token at j + 2 + s. The
+    label of that is what the target says from its hidden state at j + 1 + s.
 
     Args:
         target: not changed.
@@ -55,7 +55,7 @@ class HeadTraining(nn.Module, ABC):
         self.num_steps, self.loss = num_steps, loss
 
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """The loss and, for each draft, [2] int64: chains whose earlier drafts stood, and those where it stands too."""
+        """The loss and, for each draft, [2] int64: chains whose earlier drafts were right, and those where it is right too."""
         rows, starts = self._chains(batch)
         final, loss = self.final(batch), torch.zeros((), device=batch.tokens.device)
         right = torch.ones_like(rows, dtype=torch.bool)
