@@ -1,8 +1,8 @@
-"""How many of a drafter's greedy drafts stand, position by position, where it always drafts as many as it is asked for.
+"""How many of a drafter's greedy drafts are accepted, position by position, where it always drafts as many as requested.
 
     python -m bench.acceptance --prompts spec_bench.jsonl --out acceptance.json
 
-Drafters that end their drafts early do not do so here: behind an unlikely draft, others are unlikely too, and all count.
+Drafters that end their drafts early do not do so here: after an unlikely draft, others are unlikely too, and all count.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 A part of the matrix runs, which takes a few minutes; `--full` runs all, for hours, of which `-k` chooses. On a CPU the loops that
 Numba compiles are timed (torch's where they do not serve). Every result is checked before it is timed. Before pytest-benchmark's
-table stands one of medians with p20 and p80 (bench/conftest.py). What neither can hold is in the JSON that `--benchmark-json`
+table there is one of medians with p20 and p80 (bench/conftest.py). What neither can hold is in the JSON that `--benchmark-json`
 writes, under extra_info: device and versions, and, measured in turns within one run, eager calls, CUDA graph replays, a plain copy
 of as many bytes (see bench/timing.py), or ours beside a peer.
 """

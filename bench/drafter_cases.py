@@ -1,6 +1,6 @@
 """What drafting costs with each kind of drafter, for the GPU report: random weights of the sizes in use, on a random target.
 
-Nothing here says how often drafts stand. With random weights hardly any do, so that every round is a whole one.
+Nothing here says how often drafts are accepted. With random weights hardly any are, so that every round is a whole one.
 """
 
 from collections.abc import Callable

@@ -4,8 +4,8 @@ Each case takes the device, and figures of the GPU report that it adds to, part 
 weights have the shapes of known models, and say nothing of how fast a real model answers; the small real model's text is real. On
 a CPU the random models are tiny, which shows that the cases run and nothing else.
 
-Nothing is thrown away for what it shows: whether texts are equal, how many drafts stood and whether CUDA graphs were captured in
-turns that count (`captured_while_timed`, which should be 0) stands beside the times.
+Nothing is thrown away for what it shows: whether texts are equal, how many drafts were accepted and whether CUDA graphs were
+captured in turns that count (`captured_while_timed`, which should be 0) is reported beside the times.
 """
 
 import os

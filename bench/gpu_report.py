@@ -1,8 +1,8 @@
 """`python -m bench.gpu_report --out DIR`: tests, microbenchmarks and goals on a GPU, in one report.
 
 On a GPU every step has a process of its own and a time limit: one that crashes or hangs is noted, and the next one begins. The
-same command goes on with a report that is there: steps that are done are not run again, those that failed or were cut off come
-last, and of their parts those that have figures are kept. The exit status is 1 while a step that was asked for is not done.
+same command resumes a report that is there: steps that are done are not run again, those that failed or were cut off come last,
+and of their parts those that have figures are kept. The exit status is 1 while a step that was asked for is not done.
 
 Needs torch, triton, transformers and pytest, and a checkout. Without a GPU it runs in a reduced form, in one process, and says so.
 """

@@ -2,9 +2,9 @@
 
 The host launches a round while the one before is still under way, and then reads that one. Its time between rounds is all
 that it does from one launch to the next, launching included, but for waiting until the result is there. What it does once for
-a text, before the first launch and behind the last read, is no part of it.
+a text, before the first launch and after the last read, is not part of it.
 
-A round is inside from its launch to its read. The read waits once, for the event behind the round's packed result; any
+A round is inside from its launch to its read. The read waits once, for the event after the round's packed result; any
 other call that waits for the device, from the first launch on, is a wait inside a round. A profile shows them all.
 """
 

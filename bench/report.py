@@ -135,7 +135,7 @@ class Report:
             records = [{name: value for name, value in each.items() if name in names} for each in saved["records"]]
             report.records = [Record(**each) for each in records]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / NAMES[0]} is no report that can be continued") from error
+            raise ValueError(f"{folder / NAMES[0]} is not a report that can be continued") from error
         return report
 
     @property

@@ -1,12 +1,12 @@
-"""How many tokens to draft: `num_draft_tokens="auto"`, the number that promises most tokens per second.
+"""How many tokens to draft: `num_draft_tokens="auto"`, the number with the most expected tokens per second.
 
 With acceptance probabilities a_1, a_2, ... a round that verifies k drafts of each row emits 1 + a_1 + a_1 a_2 + ... tokens
 per row (Leviathan et al., arXiv 2211.17192, equation 1, without their assumption that all a_i are alike) and takes as long
 as a target call of width k + 1, plus drafting. `AdaptiveLength` chooses the k with most tokens per second. What it expects of
 tokens and of times, it learns from the rounds so far (`estimates.py`).
 
-k depends on earlier rounds only, so the target's law stays as it is. `trim`, which cuts a proposal after a look at its tokens,
-would change the law of drafts that were drawn: it cuts only those that were not, proposals without logits.
+k depends on earlier rounds only, so the target's distribution is unchanged. `trim`, which cuts a proposal after a look at its
+tokens, would change the distribution of drafts that were drawn: it cuts only those that were not, proposals without logits.
 """
 
 from collections import Counter

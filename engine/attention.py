@@ -1,6 +1,6 @@
 """Attention over the ragged cache, as transformers' models call it (`transformers.AttentionInterface`).
 
-On a GPU it is the ragged kernel, which reads the static buffers where they lie, up to each row's own length. It needs no mask,
+On a GPU it is the ragged kernel, which reads the static buffers in place, up to each row's own length. It needs no mask,
 and no K and V that are repeated for every query head or gathered from their slots. Elsewhere (on a CPU, and on a GPU that goes
 without this kernel) it is `scaled_dot_product_attention` over the part of the buffers that is in use.
 """

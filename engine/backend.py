@@ -1,4 +1,4 @@
-"""The only door to `engine.kernels`: everything else in the engine imports the operations from here."""
+"""The only way into `engine.kernels`: everything else in the engine imports the operations from here."""
 
 from engine.kernels.attention_ops import MAX_HEAD_DIM, ragged_attention, scatter_kv
 from engine.kernels.layer_ops import gated_silu, rms_norm, rotate

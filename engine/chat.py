@@ -60,8 +60,8 @@ class Chat:
         try:
             self.llm.check([[*self.history, {"role": "user", "content": "Hello"}]], self.params)
         except ValueError as error:
-            behind = " behind this system message" if self.system else ""
-            raise ValueError(f"no message can be answered{behind} ({error}); generate takes text as it is") from error
+            after = " after this system message" if self.system else ""
+            raise ValueError(f"no message can be answered{after} ({error}); generate takes text as it is") from error
         if self.interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  (line editing and recall in input())
@@ -105,7 +105,7 @@ class Chat:
             self._reset()
             self._say("[dim]the conversation starts anew[/]")
         elif not self.interactive:  # nobody reads the help: a message that is passed over must not go unnoticed
-            self._fail(f"{line} begins like a command and is none: {HELP}")
+            self._fail(f"{line} begins like a command but is not one: {HELP}")
         else:
             self._say("[dim]{}[/]", HELP)
 

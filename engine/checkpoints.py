@@ -47,7 +47,7 @@ def read_checkpoint(
         ValueError: for a damaged checkpoint, or one of an architecture that transformers does not know.
         FileNotFoundError: for a path that does not exist.
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
-        OSError: for a hub id that cannot be had.
+        OSError: for an inaccessible hub id.
         ImportError: without a package that is needed, for a GGUF file, quantized weights or a tokenizer.model.
     """
     location = locate(source, role, dtype)
@@ -97,7 +97,7 @@ def _check_generation_config(folder: Path, role: str) -> None:
     except ValueError:
         intact = False
     if not intact:
-        raise ValueError(f"{role} must be an intact checkpoint; {file} is no JSON object")
+        raise ValueError(f"{role} must be an intact checkpoint; {file} is not a JSON object")
 
 
 def locate(source: Any, role: str, dtype: Any) -> str | PreTrainedModel:
@@ -156,7 +156,7 @@ def read_config(location: str, role: str) -> PretrainedConfig:
     Raises:
         ValueError: for a damaged one, or one of an architecture that transformers does not know.
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
-        OSError: for a hub id that cannot be had.
+        OSError: for an inaccessible hub id.
     """
     folder = files_of(location, role)
     _check_has_config(folder, location, role)
@@ -194,7 +194,7 @@ def read_tokenizer(location: str, role: str) -> Any:
     Raises:
         ValueError: for a damaged one.
         FileNotFoundError: for a path that does not exist.
-        OSError: for a hub id that cannot be had.
+        OSError: for an inaccessible hub id.
         ImportError: without a package that is needed to read it.
     """
     folder = files_of(location, role)

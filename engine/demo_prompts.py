@@ -1,6 +1,6 @@
 """What the demo runs on: three prompts.
 
-The prompts differ in how much of the answer already stands in them, which is what n-gram drafting lives on.
+The prompts differ in how much of the answer is already in them, which is what n-gram drafting lives on.
 """
 
 from dataclasses import dataclass

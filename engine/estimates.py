@@ -1,4 +1,4 @@
-"""What is expected of the next round, from those before: how likely drafts stand, and how long a kind of work takes."""
+"""What is expected of the next round, from those before: how likely drafts are accepted, and how long a kind of work takes."""
 
 from collections.abc import Sequence
 

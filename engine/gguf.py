@@ -2,7 +2,7 @@
 
 transformers reads GGUF, but takes about 20 s for 135M parameters each time (dequantising, rebuilding the tokenizer); the
 converted folder loads in one or two. The folder is made beside its final place and renamed, so it is whole or absent; its
-manifest holds sizes and checksums, so that a damaged one is noticed and made anew.
+manifest holds sizes and checksums, so that a damaged one is noticed and converted again.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
     _check_file(path, role)
     with _written(root), tempfile.TemporaryDirectory(dir=root, prefix=_SCRATCH) as scratch:
         if folder.exists():
-            logger.warning("the converted checkpoint %s is damaged: making it anew from %s", folder, path)
+            logger.warning("the converted checkpoint %s is damaged: converting it again from %s", folder, path)
         made = Path(scratch) / "checkpoint"
         _convert(path, dtype, made, role)
         if _state(path) != state:

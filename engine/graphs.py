@@ -2,7 +2,7 @@
 
 A round launches hundreds of kernels, and with a small batch the device computes each in less time than the host needs to
 launch it. A graph launches them all at once. A replay reads and writes the same memory, and repeats what the Python code has
-decided while it was captured: so tensors must stay where they lie, and Python numbers that matter are part of the key.
+decided while it was captured: so tensors must stay where they are, and Python numbers that matter are part of the key.
 """
 
 import logging

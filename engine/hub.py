@@ -45,7 +45,7 @@ def existing_path(source: str, role: str) -> Path:
     """The path, where it is one.
 
     Raises:
-        FileNotFoundError: if it does not exist and is no hub id.
+        FileNotFoundError: if it does not exist and is not a hub id.
     """
     path = user_path(source)
     if not path.exists() and not may_be_hub_id(source):
@@ -83,7 +83,7 @@ def files_of(source: str, role: str) -> Path:
 
     Raises:
         FileNotFoundError: for a path that does not exist.
-        OSError: for a hub id that cannot be had.
+        OSError: for an inaccessible hub id.
     """
     path = existing_path(source, role)
     return path if path.exists() else fetched(source, role, _BESIDE_WEIGHTS, shown=False)
@@ -95,7 +95,7 @@ def fetched(source: str, role: str, patterns: Sequence[str], ignored: Sequence[s
     Without a network it is what the cache has.
 
     Raises:
-        OSError: if it cannot be had.
+        OSError: if it is not accessible.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]

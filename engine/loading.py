@@ -83,11 +83,11 @@ def load(
 
     Raises:
         ValueError: for an argument out of its range, a damaged checkpoint, a live draft model of another vocabulary, or an
-            ENGINE_KERNELS that cannot be had.
+            ENGINE_KERNELS that is not available.
         FileNotFoundError: for a path that does not exist.
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache, or compiled (a ValueError).
         EngineError: if compiling fails.
-        OSError: for a hub id that cannot be had, or a cache folder in which no converted GGUF file can be written.
+        OSError: for an inaccessible hub id, or a cache folder in which no converted GGUF file can be written.
         ImportError: for a GGUF file, quantized weights, an adapter beside the weights or a tokenizer.model without the packages
             that read them.
     """
@@ -153,7 +153,7 @@ def _stages(drafter: Any) -> list[Any]:
         return [] if drafter is None else [drafter]
     parts = split_stages(str(drafter)) if isinstance(drafter, str) else [str(drafter)]
     if not all(parts):
-        raise ValueError(f"drafter must be a name, a hub id or a path, also behind a '+', got {drafter!r}")
+        raise ValueError(f"drafter must be a name, a hub id or a path, also after a '+', got {drafter!r}")
     stages = [named(part, before_another=number < len(parts)) for number, part in enumerate(parts, 1)]
     for stage in stages:
         if isinstance(stage, str):

@@ -1,4 +1,4 @@
-"""Where two texts part, and how nearly the target was undecided there."""
+"""Where two texts diverge, and how nearly the target was undecided there."""
 
 import math
 from dataclasses import dataclass

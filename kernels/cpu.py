@@ -1,6 +1,6 @@
 """`row_stats`, `sample` and `verify` on a CPU, in compiled loops (cpu_loops.py); see `reference` for what they are.
 
-Torch's operations take tens of microseconds each behind a model's forward pass, when nothing of them is in the caches, and a call
+Torch's operations take tens of microseconds each after a model's forward pass, when nothing of them is in the caches, and a call
 of the reference is a hundred of them. A call here is one.
 """
 
@@ -82,7 +82,7 @@ def verify(
     cu_num_logits: Tensor | None = None,  # [B+1] int32
     return_logprobs: bool = False,
 ) -> Verdict:
-    """How many drafts are accepted, and the next token. Sequences with rows that are no distribution go to the reference."""
+    """How many drafts are accepted, and the next token. Sequences with rows that are not a distribution go to the reference."""
     batch, num_drafts = draft_tokens.shape
     filters = top_k, top_p, min_p
     if cu_num_logits is not None and not (

@@ -1,6 +1,6 @@
 """What the torch twins compute with, some of which numpy does on a CPU.
 
-A row has to come to the same bits whatever stands beside it. numpy adds up a row in the same order however many there are, which
+A row has to come to the same bits whatever is beside it. numpy adds up a row in the same order however many there are, which
 torch does not; and its exp, argmax and sort take a tenth of torch's time or less.
 """
 

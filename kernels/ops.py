@@ -1,4 +1,4 @@
-"""The public calls `row_stats`, `sample` and `verify`: the same operations on any device, from Triton, Numba or torch.
+"""The public calls `row_stats`, `sample` and `verify`: the same operations on any device, by Triton, Numba or torch.
 
 Triton serves CUDA and ROCm tensors, Numba those on a CPU, torch all others. On a CPU numpy serves a call of `verify` all of whose
 rows are greedy, float64 too, unless they are packed or log-probabilities are asked for; other float64 goes to torch.

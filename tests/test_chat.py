@@ -27,7 +27,7 @@ def test_chat_over_a_pipe(
     pipe(monkeypatch, "hello you\n\nagain\n/reset\n/what\nnew\n/quit\nnever\n")
     assert cli.main(["chat", "-t", "model", "--system", "be kind"]) == 1
     out, error = capsys.readouterr()
-    assert error.startswith("error: /what begins like a command and is none: /reset") and error.count("\n") == 1
+    assert error.startswith("error: /what begins like a command but is not one: /reset") and error.count("\n") == 1
     assert "\x1b" not in out
     assert "> hello you\nHELLO YOU\n4 tokens, 4.0 tokens/s, acceptance 50%, 2.00 tokens per target call\n" in out
     assert "NEVER" not in out
@@ -104,7 +104,7 @@ def test_a_target_that_cannot_chat_is_refused_before_the_first_message(
     captured = capsys.readouterr()
     assert "no chat template" in captured.err and "generate takes text" in captured.err and not engines[0].asked
     assert cli.main(["chat", "-t", "model", "--system", "be kind"]) == 2
-    assert "error: no message can be answered behind this system message (prompts[0] holds" in capsys.readouterr().err
+    assert "error: no message can be answered after this system message (prompts[0] holds" in capsys.readouterr().err
     assert cli.main(["chat", "-t", "model", "--system", "caf\udce9"]) == 2 and len(engines) == 2
     assert capsys.readouterr().err == "error: --system must be valid Unicode text, got '\\udce9' at index 3\n"
 
@@ -118,7 +118,7 @@ def test_json_reports_a_line_that_is_no_command(
     records = json_lines(captured.out)  # one for each message
     assert [record["text"] for record in records] == ["", "ONE", "TWO"]
     assert records[0]["error"].startswith("/etc/hosts, what is it? begins") and records[0]["finish_reason"] == "error"
-    assert captured.err.startswith("error: /etc/hosts, what is it? begins like a command and is none: /reset")
+    assert captured.err.startswith("error: /etc/hosts, what is it? begins like a command but is not one: /reset")
     assert captured.err.count("\n") == 1
 
 

@@ -425,9 +425,9 @@ def test_layers_that_depend_on_more_than_hidden_states(monkeypatch: pytest.Monke
     target.model.register_forward_pre_hook(lambda module, args: seen.clear())
     for layer in target.model.layers:
         layer.register_forward_hook(rolled)
-    with pytest.raises(engine.UnsupportedModelError, match="those behind depend on more than the hidden states"):
+    with pytest.raises(engine.UnsupportedModelError, match="those after them depend on more than the hidden states"):
         engine.load(target, drafter=LayerSkipDrafter(layers=(0, 3)))
-    with pytest.raises(engine.UnsupportedModelError, match="those behind depend on more than the hidden states"):
+    with pytest.raises(engine.UnsupportedModelError, match="those after them depend on more than the hidden states"):
         monkeypatch.setattr("engine.layer_search.TESTED", frozenset())
         search_layers(target, prompts())
 

@@ -295,8 +295,8 @@ def test_damaged_checkpoints(target: PreTrainedModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content, reason",
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "it is no file of tensors by name"),
-        (b"hello", "it is no file of tensors by name"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "it is not a file of tensors by name"),
+        (b"hello", "it is not a file of tensors by name"),
         ([torch.ones(2)], "it must hold tensors by name, got list"),
         (torch.ones(2), "it must hold tensors by name, got Tensor"),
     ],

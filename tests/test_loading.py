@@ -452,7 +452,7 @@ def test_a_damaged_generation_config(folder: Path, text: str) -> None:
     """In its place transformers would make one up, and the ends of text that it names would be lost."""
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(
-        ValueError, match=r"^target must be an intact checkpoint; .*generation_config.json is no JSON ob"
+        ValueError, match=r"^target must be an intact checkpoint; .*generation_config.json is not a JSON ob"
     ):
         engine.load(folder)
 
@@ -697,7 +697,7 @@ def test_what_configs_tell_is_judged_before_weights_are_read(
     ("files", "error", "message"),
     [
         ({"adapter_config.json": "{}"}, ImportError, "^target has an adapter beside its weights, which needs .*: me/tiny$"),
-        ({"generation_config.json": "{oops"}, ValueError, "generation_config.json is no JSON object"),
+        ({"generation_config.json": "{oops"}, ValueError, "generation_config.json is not a JSON object"),
         ({"config.json": "{oops"}, ValueError, "^target must be a checkpoint that transformers knows, got me/tiny: "),
         ({"config.json": None, "adapter_config.json": "{}"}, ValueError, "must be a whole model, got the adapter me/tiny:"),
         ({"config.json": None, "m.gguf": ""}, ValueError, "^target must be a hub repository with a config.json, .*GGUF file"),

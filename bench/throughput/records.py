@@ -1,4 +1,4 @@
-"""What a run keeps, so that an interrupted one goes on: `run.json` says what is measured, `records.jsonl` what was."""
+"""What a run keeps, so that an interrupted one resumes: `run.json` says what is measured, `records.jsonl` what was."""
 
 import json
 import os

@@ -95,7 +95,7 @@ def load_models(options: Options, dtype: str) -> SharedModels:
 
     Raises:
         ValueError: for a checkpoint that the engine refuses, or without a tokenizer.
-        OSError: for a hub id that cannot be had.
+        OSError: for an inaccessible hub id.
     """
     target = options.target or find_model()
     main = _load(target, dtype, options.device)

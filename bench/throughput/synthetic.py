@@ -1,6 +1,6 @@
 """A drafter that is right with a given probability, to measure what the engine itself costs.
 
-It is no real drafter: it knows the text that plain decoding gave. What it proposes is that text, each token replaced by
+It is not a real drafter: it knows the text that plain decoding gave. What it proposes is that text, each token replaced by
 another one with probability 1 - acceptance, independently: the assumption under which Leviathan et al. (arXiv 2211.17192)
 derive the expected number of tokens in a round. It costs no model.
 """

@@ -1,6 +1,6 @@
 """What theory expects of speculative decoding (Leviathan et al., arXiv 2211.17192).
 
-Its assumption: every drafted token stands with one probability, the acceptance, whatever stood before.
+Its assumption: every drafted token is accepted with one probability, the acceptance, whatever was accepted before.
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ class Drafter(Protocol):
       for hidden states of the target (`target.keep_hidden_states`). Such a drafter serves only the engine it was last attached to;
       the engine records this in the drafter's `attached_to`.
     - `check_target(config: PretrainedConfig, vocab_size: int)`: raises ValueError where the drafter was not made for a target with
-      this text config and so many ids. `engine.load` calls it before it reads the target's weights.
+      this text config and this many ids. `engine.load` calls it before it reads the target's weights.
     - `keeps_rows = True`: for a drafter without `attach` that keeps per-row state: it likewise serves only the last engine that
       was made with it.
     - `restore()`, beside `attach`: called before each generation, to undo what an interrupted one has left in the target.
@@ -59,7 +59,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, state: BatchState, verdict: Verdict) -> None:
-        """A round's outcome, tokens [B, K+1]; K = 0 in a round without drafts. They stand in the state's texts already."""
+        """A round's outcome, tokens [B, K+1]; K = 0 in a round without drafts. They are in the state's texts already."""
 
 
 def stages_of(drafter: Any) -> tuple[Any, ...]:

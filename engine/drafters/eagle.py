@@ -68,7 +68,9 @@ class EagleDrafter:
         check_min_reach(min_reach)
         count = model.config.num_features if model.config.eagle == 3 else 1
         if layers is not None and len(layers) != count:
-            raise ValueError(f"layers must be {count} hidden states, as the head was made for so many, got {layers!r}")
+            raise ValueError(
+                f"layers must be {count} hidden states, as the head was made for this many, got {layers!r}"
+            )
         self.model, self.greedy, self.min_reach, self._source = model, greedy, min_reach, source
         self.layers = layers
         # From `attach` on:
@@ -104,8 +106,8 @@ class EagleDrafter:
         layers = self._layers_of(count)
         if self.layers is None and config.num_features > 1:
             logger.info(
-                "%s does not say which hidden states it reads, so it gets those of most heads, %s; if few of its drafts stand, try "
-                "others: engine.EagleDrafter.from_pretrained(folder, layers=(...))",
+                "%s does not say which hidden states it reads, so it gets those of most heads, %s; if few of its drafts are "
+                "accepted, try others: engine.EagleDrafter.from_pretrained(folder, layers=(...))",
                 self._source,
                 list(layers),
             )

@@ -108,7 +108,7 @@ def load_pickled(file: Path, device: str) -> dict[str, Any]:
         raise
     except Exception as error:  # of many kinds, as pickles are little programs
         reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds advice that is none here
-        raise ValueError(f"it is no file of tensors by name ({reason})") from error
+        raise ValueError(f"it is not a file of tensors by name ({reason})") from error
     if not isinstance(found, dict):
         raise ValueError(f"it must hold tensors by name, got {type(found).__name__}")
     return found

@@ -39,7 +39,7 @@ class IntersectionDraftModel(DraftModel):
         greedy: see `DraftModel`.
 
     Raises:
-        ValueError: for a tokenizer that is none; by `attach`, for vocabularies that share nothing.
+        ValueError: for something that is not a tokenizer; by `attach`, for vocabularies that share nothing.
     """
 
     reads_own_texts = True  # what it has not read shows in its own tokens

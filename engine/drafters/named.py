@@ -1,8 +1,8 @@
 """Drafters by name: "ngram", "suffix", "layer_skip:LAYERS", a packaged head, a checkpoint's location, "staged:LOCATION" for a
 draft model that is itself decoded speculatively, or a cascade, "ngram+FOLDER".
 
-LAYERS are a number, the target's first so many layers, or a set, which has a comma or a dash: "0-7,28,29" are layers 0 to 7, 28
-and 29, counted from 0, and "3-3" is layer 3 alone.
+LAYERS are a number, this many of the target's first layers, or a set, which has a comma or a dash: "0-7,28,29" are layers 0 to 7,
+28 and 29, counted from 0, and "3-3" is layer 3 alone.
 """
 
 import re
@@ -42,7 +42,7 @@ def named(name: str, before_another: bool = False, role: str = "drafter") -> Dra
     Raises:
         ValueError: for a layer_skip without layers, a staged drafter without a draft model, a name that is misspelt, or a
             damaged checkpoint.
-        OSError: for a hub id that cannot be had.
+        OSError: for an inaccessible hub id.
     """
     if name == "ngram":
         return NGramDrafter(min_ngram=CASCADE_MIN_NGRAM) if before_another else NGramDrafter()

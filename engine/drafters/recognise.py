@@ -30,7 +30,7 @@ def recognise(location: str | Path, role: str = "drafter") -> Drafter | None:
 
     Raises:
         ValueError: for a `speculators_model_type` or an architecture that is not supported; for a damaged checkpoint.
-        OSError: for a hub id that cannot be had.
+        OSError: for an inaccessible hub id.
     """
     folder = user_path(location)
     if folder.is_dir():

@@ -1,7 +1,7 @@
 """Drafting with a model of any other vocabulary, through text.
 
 As in the "string-level exact match" of Timor et al. (arXiv 2502.05202) and transformers' universal assisted decoding: the text
-is encoded by the drafter's tokenizer, goes on greedily, and what was added is encoded by the target's.
+is encoded by the drafter's tokenizer and continued greedily, and what was added is encoded by the target's.
 """
 
 from itertools import takewhile

@@ -242,7 +242,7 @@ def check_start(head: EagleModel, layers: tuple[int, ...], target: PreTrainedMod
         )
     if config.num_hidden_layers in layers and not head.config.last_state_normed:
         raise ValueError(
-            f"start_from must be a head that reads the target between layers or behind its last norm, got one that reads "
+            f"start_from must be a head that reads the target between layers or after its last norm, got one that reads "
             f"what comes before that norm ({config.num_hidden_layers} in {list(layers)})"
         )
     if any(windows(head.config).values()):

@@ -2,8 +2,8 @@
 
 Others that read the format (the speculators package 0.9, vLLM) load a head with three hidden states, taken in ascending order
 between the target's layers, and with its output matrix in the file. That is what is trained by default; `for_this_engine_alone`
-tells others apart, and `last_state_normed`, a key of our own, those that read the target behind its last norm.
-`embed_tokens.weight` is never in the file: everyone takes it from the target. SGLang does not read the format but the EAGLE
+tells others apart, and `last_state_normed`, a key of our own, those that read the target after its last norm.
+`embed_tokens.weight` is never in the file: everyone takes it from the target. SGLang does not read this format but the EAGLE
 repository's, with `midlayer.` for `layers.0.` and the layer's sizes beside the other keys of the config.
 """
 

@@ -1,6 +1,6 @@
 """The target reads prompts and answers; its hidden states go to safetensors files, the material of training.
 
-A file holds some texts, one behind the other. For token t of the file: `tokens[t]` int64 and `hidden[t]`, the hidden states
+A file holds some texts, one after the other. For token t of the file: `tokens[t]` int64 and `hidden[t]`, the hidden states
 [len(layers) * H] asked for, of the target's dtype, the last of them what the target's head reads. Text i is
 [offsets[i], offsets[i + 1]), and its answer begins after `prompt_lengths[i]` tokens.
 """

@@ -63,7 +63,7 @@ def head_to_start_from(options: TrainingOptions) -> EagleDrafter:
 
     Raises:
         ValueError: if it is something else, or does not go with the other options.
-        OSError: for a hub id that cannot be had.
+        OSError: for an inaccessible hub id.
     """
     name = str(options.start_from)
     if find_head(name) is None:

@@ -1,4 +1,4 @@
-"""The training loop: AdamW over batches of texts, with checkpoints from which a run that was killed goes on.
+"""The training loop: AdamW over batches of texts, with checkpoints from which a run that was killed resumes.
 
 What a step does depends on the seed, the epoch and the batch's place in it alone, so an interrupted run ends where an
 uninterrupted one does.
@@ -161,7 +161,7 @@ class _Run:
     def _require_finite(value: float, name: str, where: str) -> None:
         if not math.isfinite(value):
             raise EngineError(
-                f"the {name} is {value} {where}: give a lower learning_rate, and another folder to begin anew"
+                f"the {name} is {value} {where}: give a lower learning_rate, and another folder to start again"
             )
 
     def end_epoch(self, found: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""`python -m engine train`: prompts in, a trained drafter out, in three phases that each go on where they were stopped.
+"""`python -m engine train`: prompts in, a trained drafter out, in three phases that each resume where they were stopped.
 
 The folder gets the drafter, a card (README.md), a plot of the training (training.png, with matplotlib) and, under work/, what
 the phases leave: settings.json, answers.jsonl, training/ and validation/ with hidden-*.safetensors, checkpoint.pt, log.jsonl; and
 lock, which the run that works there holds.
-When the drafter is there, work/ is of no more use.
+Once the drafter is there, work/ is no longer needed.
 """
 
 import logging
@@ -56,7 +56,7 @@ def train_drafter(prompts: Sequence[Any], out: str | Path, options: TrainingOpti
         ValueError: for bad options or prompts, or if `out` holds something else or another run works in it; before any work
             is done. Later, if a file of the work that was done before is damaged.
         OSError: if there is no room for the hidden states, before they are read; or if any file cannot be written. What was
-            there is still there then, and the same call goes on from it.
+            there is still there then, and the same call resumes from it.
         EngineError: if the training diverges, or the target can answer fewer than two prompts.
     """
     if not str(out):
