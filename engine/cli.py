@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(error: Any, status: int) -> int:
     """Report an error in one line, or with its traceback if that was asked for."""
-    if os.environ.get(options.DEBUG_VARIABLE, "0") not in ("", "0"):
+    if options.shows_tracebacks():
         traceback.print_exception(error)
     message = f"{error.format_message()}{_given(error)}" if isinstance(error, UsageError) else str(error)
     print(f"error: {' '.join(message.split()) or type(error).__name__}", file=sys.stderr)

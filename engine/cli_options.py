@@ -5,14 +5,19 @@ from typing import Annotated, Any
 
 import typer
 
-DEBUG_VARIABLE = "ENGINE_DEBUG"
+_DEBUG_VARIABLE = "ENGINE_DEBUG"
 PROMPTS_HELP = 'A prompt per line, or JSON lines with "prompt", "turns" (a list, whose first is taken) or "messages" (a chat); "-": stdin. Empty lines do not count.'
 
 
 def _debug(wanted: bool) -> bool:
     if wanted:
-        os.environ[DEBUG_VARIABLE] = "1"
+        os.environ[_DEBUG_VARIABLE] = "1"
     return wanted
+
+
+def shows_tracebacks() -> bool:
+    """Whether they were asked for, by --debug or in the environment."""
+    return os.environ.get(_DEBUG_VARIABLE, "0") not in ("", "0")
 
 
 def _option(*names: str, help: str, panel: str | None = None, **more: Any) -> Any:
@@ -158,7 +163,7 @@ Logprobs = Annotated[
 Json = Annotated[bool, _option("--json", help="JSON on standard output, and nothing else there.")]
 Debug = Annotated[
     bool,
-    _option("--debug", help=f"Show tracebacks; so does {DEBUG_VARIABLE}=1.", callback=_debug, is_eager=True),
+    _option("--debug", help=f"Show tracebacks; so does {_DEBUG_VARIABLE}=1.", callback=_debug, is_eager=True),
 ]
 Prompts = Annotated[
     list[str] | None, typer.Argument(help="Prompts; without any, standard input is one.", metavar="PROMPT")

@@ -155,7 +155,7 @@ class Engine:
                         bar.update()
                         if on_output is not None:
                             ended = outputs[request.index]
-                            on_output(request.index, _error([request], outputs) if ended is None else ended)
+                            on_output(request.index, _error([request], list(outputs)) if ended is None else ended)
             except BaseException as error:  # what has ended, in the last round too, is not lost with the rest
                 for request in requests:
                     if request.finish_reason is not None and outputs[request.index] is None:

@@ -2,7 +2,7 @@
 
 transformers reads GGUF, but takes about 20 s for 135M parameters each time (dequantising, rebuilding the tokenizer); the
 converted folder loads in one or two. The folder is made beside its final place and renamed, so it is whole or absent; its
-manifest holds sizes and checksums, so that a damaged one is noticed and converted again.
+manifest holds sizes, times and checksums, so that a damaged one is noticed and converted again.
 """
 
 import hashlib
@@ -211,16 +211,24 @@ def _checksum(path: Path) -> int:
 
 
 def _write_manifest(folder: Path) -> None:
-    files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(folder.iterdir())}
+    files = {
+        path.name: [path.stat().st_size, _checksum(path), path.stat().st_mtime_ns] for path in sorted(folder.iterdir())
+    }
     (folder / _MANIFEST).write_text(json.dumps(files, indent=1))
 
 
 def _is_intact(folder: Path) -> bool:
     try:
         files = json.loads((folder / _MANIFEST).read_text())
-        return bool(files) and all(
-            (folder / name).stat().st_size == size and _checksum(folder / name) == checksum
-            for name, (size, checksum) in files.items()
-        )
+        return bool(files) and all(_is_as_written(folder / name, *entry) for name, entry in files.items())
     except (OSError, ValueError, TypeError, AttributeError):
         return False
+
+
+def _is_as_written(file: Path, size: int, checksum: int, modified: int | None = None) -> bool:
+    """By size and time of modification, or else, as for a copied folder, by content, which takes seconds for gigabytes.
+
+    Manifests of earlier versions have no times.
+    """
+    stat = file.stat()
+    return stat.st_size == size and (stat.st_mtime_ns == modified or _checksum(file) == checksum)

@@ -690,13 +690,22 @@ def test_a_prompt_that_fails_harms_no_other(target: PreTrainedModel) -> None:
     prompts[bad] = [*prompts[bad], poison]
     good = [i for i in range(9) if poison not in expected[i] and i != bad]
     assert len(good) >= 6
+    told: list[list[bool]] = []  # with the error: which outputs there were
+
+    def take(index: int, output: object) -> None:
+        if isinstance(output, engine.InvalidLogitsError):
+            told.append([each is None for each in output.outputs])
+            errors.append(output)
+
+    errors: list[engine.InvalidLogitsError] = []
     hook = target.register_forward_hook(spoil, with_kwargs=True)
     try:
         llm = engine.load(target, drafter=None, max_batch_size=3, exact=True)  # exact: always all slots
         with pytest.raises(engine.InvalidLogitsError, match="NAN_TARGET") as caught:
-            llm.generate(prompts, _params(10))
+            llm.generate(prompts, _params(10), on_output=take)
     finally:
         hook.remove()
+    assert errors and told == [[each is None for each in error.outputs] for error in errors] and all(told[0][5:])
     assert bad in caught.value.errors and f"prompts[{bad}]" in caught.value.errors[bad]
     for index in range(9):
         output = caught.value.outputs[index]

@@ -377,6 +377,26 @@ def test_gguf_is_converted_once_and_mended(source: Path, monkeypatch: pytest.Mon
     damage("config.json", None)
     damage("manifest.json", b"{")
     damage("manifest.json", None)
+    made.clear()
+    for path in folder.iterdir():  # as of a cache folder that was copied
+        os.utime(path, (0, 0))
+    assert conversion.converted(source, torch.bfloat16, "target") == folder and not made
+
+
+def test_a_converted_file_is_not_read_to_look_whether_it_is_intact(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "_convert", lambda path, dtype, folder, role: stand_in(folder))
+    folder = conversion.converted(source, torch.bfloat16, "target")
+    monkeypatch.setattr(conversion, "_checksum", lambda _: pytest.fail("it was read again"))
+    assert conversion.converted(source, torch.bfloat16, "target") == folder
+
+
+def test_a_conversion_without_room_leaves_nothing(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(conversion, "_convert", lambda path, dtype, folder, role: stand_in(folder))
+    conversion.converted(source, torch.bfloat16, "target")
 
     def fail(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
         folder.mkdir()
@@ -387,7 +407,7 @@ def test_gguf_is_converted_once_and_mended(source: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="No space"):
         conversion.converted(source, torch.float16, "target")
     left = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-    assert len(left) == 2 and not any("float16" in name.replace("bfloat16", "") for name in left)
+    assert len(left) == 1 and not any("float16" in name.replace("bfloat16", "") for name in left)
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "no folder"])

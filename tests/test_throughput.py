@@ -121,6 +121,7 @@ def test_bad_options_that_are_found_in_files(
     ):
         bench(*arguments, status=2)
         assert complaint in capsys.readouterr().err
+    monkeypatch.setenv("ENGINE_DEBUG", "0")
     assert main(["--report-only", "--out", str(tmp_path / "none")]) == 2
     assert "out must hold a run for --report-only" in capsys.readouterr().err
 

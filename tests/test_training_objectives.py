@@ -610,6 +610,15 @@ def test_kept_hidden_states_are_those_of_the_target(kept: KeptTexts) -> None:
         assert text.tokens[text.prompt_length :].tolist() == list(range(10, 10 + len(text.tokens) - text.prompt_length))
 
 
+def test_reading_makes_no_cache(tmp_path: Path) -> None:
+    """K/V of all layers would take more memory than what is kept."""
+    kept, caches = kept_texts(tmp_path), []
+    hook = kept._model.base_model.register_forward_hook(lambda _, args, output: caches.append(output.past_key_values))
+    assert len(list(kept[0])) == 12
+    hook.remove()
+    assert caches and set(caches) == {None}
+
+
 def test_texts_for_which_there_is_no_room(kept: KeptTexts, tmp_path: Path) -> None:
     """They are read when they are asked for, and are the same to the last bit."""
     of_first = kept.files[0].stat().st_size

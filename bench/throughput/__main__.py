@@ -8,7 +8,7 @@ from bench.out_file import check_out_folder
 from bench.throughput.command_line import parse
 from bench.throughput.options import Options
 from bench.throughput.prompts import read_prompts
-from engine.cli_options import DEBUG_VARIABLE
+from engine.cli_options import shows_tracebacks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _report(options: Options) -> int:
 
 
 def _fail(error: Exception, status: int) -> int:
-    if os.environ.get(DEBUG_VARIABLE):
+    if shows_tracebacks():
         raise error
     print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
     return status

@@ -144,8 +144,9 @@ def _read(
         mask = torch.arange(padded.shape[1]) < lengths[:, None]
         with torch.inference_mode():
             states = model.base_model(
-                input_ids=padded.to(model.device), attention_mask=mask.to(model.device), output_hidden_states=True
-            ).hidden_states
+                input_ids=padded.to(model.device), attention_mask=mask.to(model.device), output_hidden_states=True,
+                use_cache=False,
+            ).hidden_states  # fmt: skip
             hidden = torch.cat([states[layer] for layer in layers], dim=-1).cpu()
         for row, (tokens, prompt_length) in enumerate(batch):
             yield Text(torch.tensor(tokens), hidden[row, : len(tokens)], min(prompt_length, len(tokens)))
