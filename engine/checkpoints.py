@@ -60,8 +60,8 @@ def read_checkpoint(
             f"{role} has an adapter beside its weights, which needs the package peft (pip install peft): {source}"
         )
     _check_generation_config(folder, role)
-    if tokenizer is None:
-        tokenizer = _tokenizer(folder, location, role)
+    if tokenizer is None and _has(folder, _TOKENIZER_FILES):  # without one, prompts are token ids
+        tokenizer = read_tokenizer(location, role)
     options: dict[str, Any] = {}
     if num_ranks is not None:
         parallel.check_divisible(config, num_ranks, role)
@@ -176,11 +176,6 @@ def read_config(location: str, role: str) -> PretrainedConfig:
         raise ValueError(f"{role} must be a checkpoint that transformers knows, got {location}: {error}") from error
     check_config(config, role)
     return config
-
-
-def _tokenizer(folder: Path, location: str, role: str) -> Any:
-    """The checkpoint's tokenizer, or None where it has none: prompts are token ids then."""
-    return read_tokenizer(location, role) if _has(folder, _TOKENIZER_FILES) else None
 
 
 def _has(folder: Path, names: Collection[str]) -> bool:

@@ -144,14 +144,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         t, p, m = self.temperature, self.top_p, self.min_p
-        t = _check_float("temperature", t, f"a finite number >= 0 and <= {HOTTEST:g}", is_temperature(t))
+        temperature = _check_float("temperature", t, f"a finite number >= 0 and <= {HOTTEST:g}", is_temperature(t))
         checked: dict[str, Any] = {
-            "temperature": t if t >= GREEDY_BELOW else 0.0,
+            "temperature": temperature if temperature >= GREEDY_BELOW else 0.0,
             "top_k": check_int("top_k", self.top_k, 0),
             "top_p": _check_float("top_p", p, "in (0, 1]", is_number(p) and 0 < p <= 1),
             "min_p": _check_float("min_p", m, "in [0, 1]", is_number(m) and 0 <= m <= 1),
             "max_new_tokens": check_int("max_new_tokens", self.max_new_tokens, 1),
-            "seed": None if self.seed is None else check_int("seed", self.seed, 0, 2**63 - 1),
+            "seed": None if self.seed is None else check_int("seed", self.seed, 0, LARGEST_INT),
         }
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
@@ -161,8 +161,8 @@ class SamplingParams:
         processor = self.logits_processor
         if processor is not None and (not callable(processor) or isinstance(processor, type)):
             raise ValueError(
-                f"logits_processor must be callable as a LogitsProcessor of transformers is, or None, got {self.logits_processor!r}; several go into one "
-                f"LogitsProcessorList"
+                f"logits_processor must be callable as a LogitsProcessor of transformers is, or None, got {processor!r}; several go "
+                f"into one LogitsProcessorList"
             )
         checked |= {"stop": tuple(stop), "stop_token_ids": check_ints("stop_token_ids", self.stop_token_ids, 0)}
         if self.repetition_penalty is not None:

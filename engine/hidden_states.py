@@ -27,11 +27,16 @@ class HiddenStates:
         self.layers, self._cache = tuple(layers), cache
         self.states = torch.empty(0)
 
+    @property
+    def empty(self) -> bool:
+        """Whether the target has read nothing so far."""
+        return self.states.numel() == 0
+
     def write(self, hidden_states: Sequence[Tensor]) -> None:
         """Keep those of the call that the cache is planned for; hidden_states: all that `layers` counts, [n, W, H] each."""
         new = torch.cat([hidden_states[layer] for layer in self.layers], dim=-1)
         capacity = self._cache.capacity
-        if self.states.numel() == 0 or self.states.shape[1] <= capacity:
+        if self.empty or self.states.shape[1] <= capacity:
             old = self.states
             self.states = new.new_zeros(self._cache.num_slots, capacity + 1, new.shape[-1])
             if old.numel():

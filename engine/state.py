@@ -63,8 +63,8 @@ class BatchState:
     def allocate(cls, num_slots: int, max_length: int, device: torch.device) -> "BatchState":
         """Empty slots for texts of at most `max_length` tokens."""
 
-        def whole(value: int = 0) -> Tensor:
-            return torch.full((num_slots,), value, dtype=torch.int64, device=device)
+        def whole() -> Tensor:
+            return torch.zeros(num_slots, dtype=torch.int64, device=device)
 
         def real(value: float = 0.0) -> Tensor:
             return torch.full((num_slots,), value, dtype=torch.float32, device=device)

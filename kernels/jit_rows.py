@@ -110,17 +110,11 @@ def read_at(rows, batch, column, ids):
 
 
 @triton.jit
-def block_ids(block, BLOCK: tl.constexpr, APART: tl.constexpr = 1):
-    """Token ids of blocks [BLOCKS] in the layout of a tile: [BLOCK / 256, BLOCKS, 256]. With APART, those of every APART-th token:
-    [BLOCK / 256, BLOCKS, 256 / APART]."""
+def tile_ids(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexpr = 1):
+    """Token ids of a tile in its layout, [BLOCK / 256, BLOCKS, 256], or those of every APART-th of its tokens, [..., 256 / APART]."""
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
     part, lane = tl.arange(0, BLOCK // LANES), tl.arange(0, LANES // APART) * APART
     return block[None, :, None] * BLOCK + part[:, None, None] * LANES + lane[None, None, :]
-
-
-@triton.jit
-def tile_ids(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexpr = 1):
-    """Token ids of a tile, or of every APART-th of its tokens."""
-    return block_ids(tile * BLOCKS + tl.arange(0, BLOCKS), BLOCK, APART)
 
 
 @triton.jit

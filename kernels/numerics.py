@@ -58,8 +58,8 @@ def with_leading_dims(value: Tensor, dims: int) -> Tensor:
     return value
 
 
-def resize(values: Tensor, vocab_size: int, value: float = -torch.inf) -> Tensor:
-    """Cut or pad rows [..., V] to [..., vocab_size]."""
+def resize(values: Tensor, vocab_size: int, value: float) -> Tensor:
+    """Cut rows [..., V] to [..., vocab_size], or pad them with a value."""
     missing = vocab_size - values.shape[-1]
     if missing > 0:
         return torch.nn.functional.pad(values, (0, missing), value=value)

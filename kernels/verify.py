@@ -52,6 +52,7 @@ from .launch import (
 from .records import RowStats, Verdict
 from .residual import residual_kernel
 from .row_stats import row_stats
+from .rows import head
 
 
 # Which arguments are specialised: see row_stats_kernel.
@@ -165,8 +166,7 @@ def verify(
     if draft_logits is not None and draft_stats is None:
         adjust = dict(logit_bias=logit_bias, token_mask=token_mask)
         if cu_num_logits is None:
-            adjust = {name: value[:, :-1] if value is not None and value.dim() == 3 else value
-                      for name, value in adjust.items()}  # fmt: skip
+            adjust = {name: head(value, width - 1) for name, value in adjust.items()}
         draft_stats = row_stats(draft_logits, **rows, **adjust, cu_adjust=cu_num_logits)
     filtered = is_filtered(top_k, top_p, min_p)
     verdict = Verdict(

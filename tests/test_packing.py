@@ -260,6 +260,16 @@ def test_a_packed_model_can_be_converted(name: str, dtype: torch.dtype, other: t
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_head_does_not_unpack_the_targets_weights(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take as much memory once more, for a size."""
+    tiny("llama", num_hidden_layers=7, dtype=torch.float32).save_pretrained(tmp_path / "target")
+    head = random_head(kind, tmp_path / "head")
+    monkeypatch.setattr(PackedLinear, "weight", property(lambda _: pytest.fail("it was unpacked")))
+    llm = engine.load(tmp_path / "target", head)
+    assert isinstance(llm.target_model.get_output_embeddings(), PackedLinear)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_head_may_go_on_to_a_target_of_another_dtype(kind: str, tmp_path: Path) -> None:
     prompts, params = random_prompts(3), engine.SamplingParams(max_new_tokens=8)
     drafter, fresh = (random_head(kind, tmp_path / name) for name in ("first", "second"))

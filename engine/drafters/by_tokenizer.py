@@ -29,9 +29,7 @@ def draft_model(main: Checkpoint, draft: Checkpoint, staged: bool = False) -> Dr
     share = SharedVocabulary(draft.tokenizer, main.tokenizer, *sizes).share
     kind = IntersectionDraftModel if share >= _LEAST_SHARE else ReencodingDraftModel
     logger.info("%s: the drafter has another tokenizer, which shares %.0f%% of its tokens", kind.__name__, 100 * share)
-    if kind is ReencodingDraftModel:
-        return ReencodingDraftModel(draft.model, draft.tokenizer, main.tokenizer)
-    return IntersectionDraftModel(draft.model, draft.tokenizer, main.tokenizer)
+    return kind(draft.model, draft.tokenizer, main.tokenizer)
 
 
 def check_draft_model(main: Checkpoint, drafter: DraftModel | ReencodingDraftModel) -> None:

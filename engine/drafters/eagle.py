@@ -74,7 +74,7 @@ class EagleDrafter:
         self.model, self.greedy, self.min_reach, self._source = model, greedy, min_reach, source
         self.layers = layers
         # From `attach` on:
-        self._ragged: RaggedModel | None = None
+        self.ragged: RaggedModel  # the head over its cache
         self._hidden: HiddenStates  # of the target
         self._vocabulary: DraftVocabulary
         self._filled: Tensor  # [slots] int64: positions whose K/V here comes from the target's hidden states
@@ -119,9 +119,9 @@ class EagleDrafter:
         if not config.last_state_normed:
             layers = tuple(layer + (layer == count) for layer in layers)
         self._hidden = target.keep_hidden_states(layers)
-        self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
+        self.ragged = RaggedModel(self.model, target.num_slots, role="drafter")
         if not has_dynamic_rope(config):  # such rotary embeddings go on; heads are often trained on short texts
-            self._ragged.context_length = max(self._ragged.context_length, target.context_length)
+            self.ragged.context_length = max(self.ragged.context_length, target.context_length)
         self._filled = torch.zeros(target.num_slots, dtype=torch.int64, device=target.device)
 
     def check_target(self, config: PretrainedConfig, vocab_size: int) -> None:
@@ -149,9 +149,10 @@ class EagleDrafter:
         model, config = self.model, self.model.config
         embeddings: Any = target.model.get_input_embeddings()
         head: Any = target.model.get_output_embeddings()
+        head_size = getattr(head, "in_features", None) or head.weight.shape[1]  # a packed weight is unpacked to be read
         for name, missing, size in (
             ("embed_tokens.weight", model.own_embeddings is None, embeddings.weight.shape[1]),
-            ("lm_head.weight", model.head_is_targets or config.eagle != 3, head.weight.shape[1]),
+            ("lm_head.weight", model.head_is_targets or config.eagle != 3, head_size),
         ):
             if missing and size != config.hidden_size:
                 raise ValueError(
@@ -168,12 +169,6 @@ class EagleDrafter:
         model.lm_head.weight = torch.nn.Parameter(output[model.target_ids], requires_grad=False)
         whole: Tensor = output
         return whole if config.draft_vocab_size < config.vocab_size else None
-
-    @property
-    def ragged(self) -> RaggedModel:
-        """The head over its cache; `attach` comes first."""
-        assert self._ragged is not None
-        return self._ragged
 
     def reserve(self, length: int) -> None:
         """Make room for rows of this length."""
@@ -197,7 +192,7 @@ class EagleDrafter:
 
     def steps(self, state: BatchState, num_draft_tokens: int) -> Iterator[Proposal]:
         """The columns of `propose` one by one, [B, 1] each: whoever has enough of them stops reading."""
-        if not self._hidden.states.numel():  # all texts so far were of one token
+        if self._hidden.empty:  # all texts so far were of one token
             return
         hidden = self._catch_up(state)
         can_draft = (state.seq_lens > 0)[:, None]  # a text of one token has no hidden state yet
@@ -233,7 +228,7 @@ class EagleDrafter:
 
         None before there are hidden states: nothing is drafted then, and no buffers are made.
         """
-        if not self._hidden.states.numel() or not self.ragged.capturable:
+        if self._hidden.empty or not self.ragged.capturable:
             return None
         return self.ragged.cache.capacity, self._catch_up_width
 

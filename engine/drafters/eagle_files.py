@@ -29,22 +29,18 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
             vocabulary that cannot be.
     """
     nested = _dictionary(files, "eagle_config")  # NVIDIA's and SpecForge's heads have theirs one level down
-    layers = _layers(files.config, nested, files.folder / "config.json")
+    layers = _layers(files.config, nested, files.config_file)
     files = replace(files, config={**nested, **files.config})
     config, tensors = files.config, _by_usual_names(files.tensors)
     embeddings = tensors.pop("embed_tokens.weight", None)
-    eagle3 = config.get("speculators_model_type") == "eagle3"
-    if "speculators_model_type" not in config:
-        eagle3 = "layers.0.hidden_norm.weight" in tensors or "d2t" in tensors or _first_layer_reads_two(tensors)
-    elif eagle3 and "norm_before_residual" not in config:
+    eagle3 = _is_eagle3(config, tensors)
+    if config.get("speculators_model_type") == "eagle3" and "norm_before_residual" not in config:
         logger.info(
             "%s does not say norm_before_residual: taken for false, as speculators does; vLLM takes it for true",
             files.folder,
         )
     if config.get("layernorms"):
-        raise ValueError(
-            f"{files.folder / 'config.json'} must have layernorms off: an EAGLE-1 head with them is not known"
-        )
+        raise ValueError(f"{files.config_file} must have layernorms off: an EAGLE-1 head with them is not known")
     if not eagle3 and "norm.weight" in tensors:
         raise ValueError(f"{files.folder} must hold no norm.weight: an EAGLE-1 head with norms is not known")
     if not eagle3:
@@ -58,27 +54,36 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
         model = EagleModel(own)
     except Exception as error:  # of many kinds, as for names that transformers does not know
         raise ValueError(
-            f"{files.folder / 'config.json'} must describe layers of {own.model_type} that can be made: {error!r}"
+            f"{files.config_file} must describe layers of {own.model_type} that can be made: {error!r}"
         ) from error
     attention: Any = model.layers[0].self_attn
     if 2 * len(model.rotary_emb.inv_freq) != attention.head_dim:
         raise ValueError(
-            f"{files.folder / 'config.json'} must describe rotary embeddings of whole heads of {attention.head_dim}, got "
-            f"{own.rope_parameters}"
+            f"{files.config_file} must describe rotary embeddings of whole heads of {attention.head_dim}, got {own.rope_parameters}"
         )
     missing = fill(model, tensors, files.folder, optional=("lm_head.weight", "t2d"))
     model.head_is_targets = "lm_head.weight" in missing
-    ids = model.target_ids
-    if ids.min() < 0 or ids.max() >= own.vocab_size or len(ids.unique()) < len(ids):
-        raise ValueError(
-            f"{files.folder}: i + d2t[i] must be distinct ids in [0, {own.vocab_size}), got {ids.tolist()[:8]} ..."
-        )
+    _check_draft_vocabulary(model.target_ids, own.vocab_size, files.folder)
     if embeddings is not None:
         expected = [own.vocab_size, own.hidden_size]
         if list(embeddings.shape) != expected:
             raise ValueError(f"{files.folder}: embed_tokens.weight must be {expected}, got {list(embeddings.shape)}")
         model.own_embeddings = torch.nn.Embedding.from_pretrained(embeddings)
     return model, layers
+
+
+def _is_eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    """By the config if it says so, or else by tensors that an EAGLE-1 head has not."""
+    if "speculators_model_type" in config:
+        return bool(config["speculators_model_type"] == "eagle3")
+    return "layers.0.hidden_norm.weight" in tensors or "d2t" in tensors or _first_layer_reads_two(tensors)
+
+
+def _check_draft_vocabulary(target_ids: Tensor, vocab_size: int, folder: Path) -> None:
+    if target_ids.min() < 0 or target_ids.max() >= vocab_size or len(target_ids.unique()) < len(target_ids):
+        raise ValueError(
+            f"{folder}: i + d2t[i] must be distinct ids in [0, {vocab_size}), got {target_ids.tolist()[:8]} ..."
+        )
 
 
 def _by_usual_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -104,7 +109,7 @@ def _dictionary(files: HeadFiles, name: str) -> dict[str, Any]:
     """A part of the config; empty where there is none."""
     value = files.config.get(name) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{files.folder / 'config.json'} must hold an object {name!r}, got {value!r}")
+        raise ValueError(f"{files.config_file} must hold an object {name!r}, got {value!r}")
     return value
 
 
@@ -149,14 +154,11 @@ def _layer_config(files: HeadFiles, tensors: dict[str, Tensor]) -> Any:
     layer["mlp_bias"] = "layers.0.mlp.gate_proj.bias" in tensors
     for key in ("rope_scaling", "rope_parameters"):
         rope = layer.get(key)
-        if isinstance(rope, dict) and "mrope" in (
-            rope.get("type"),
-            rope.get("rope_type"),
-        ):  # of text, the usual positions
+        if isinstance(rope, dict) and "mrope" in (rope.get("type"), rope.get("rope_type")):
+            # Of text, the usual positions.
             layer[key] = {**rope, "type": "default", "rope_type": "default"}
-    if (
-        "speculators_model_type" not in files.config
-    ):  # then it may be the target's config, which tells of the target's layers
+    if "speculators_model_type" not in files.config:
+        # It may be the target's config, which tells of the target's layers.
         numbers = [int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))]
         told, layer["num_hidden_layers"] = layer.get("num_hidden_layers", 1), 1 + max(numbers, default=0)
         if told != layer["num_hidden_layers"]:
@@ -168,7 +170,7 @@ def _layer_config(files: HeadFiles, tensors: dict[str, Tensor]) -> Any:
     try:
         return AutoConfig.for_model(kind, **{**layer, "num_hidden_layers": layer.get("num_hidden_layers", 1)})
     except Exception as error:  # of many kinds, for values that cannot be
-        raise ValueError(f"{files.folder / 'config.json'} must describe layers of {kind}: {error}") from error
+        raise ValueError(f"{files.config_file} must describe layers of {kind}: {error}") from error
 
 
 def _layers(config: dict[str, Any], nested: dict[str, Any], file: Path) -> tuple[int, ...] | None:

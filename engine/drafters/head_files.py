@@ -31,12 +31,17 @@ class HeadFiles:
     config: dict[str, Any]
     tensors: dict[str, Tensor]  # on the CPU
 
+    @property
+    def config_file(self) -> Path:
+        """For messages."""
+        return self.folder / "config.json"
+
     def number(self, name: str, default: int | None = None) -> int:
         """A positive integer of the config."""
         value = self.config.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{self.folder / 'config.json'} must hold a positive integer {name!r}, got {value!r}")
+            raise ValueError(f"{self.config_file} must hold a positive integer {name!r}, got {value!r}")
         return value
 
 

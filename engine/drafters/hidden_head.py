@@ -54,8 +54,9 @@ class HiddenHeadDrafter:
         check_instance("model", model, HeadModel)
         check_bool("greedy", greedy)
         self.model, self.greedy, self._source = model, greedy, source
-        self._target: RaggedModel | None = None
-        self._hidden: HiddenStates  # of the target, from `attach` on
+        # From `attach` on:
+        self.target: RaggedModel  # whose hidden states are read
+        self._hidden: HiddenStates
 
     @classmethod
     def from_files(cls, files: HeadFiles, **options: Any) -> Self:
@@ -77,18 +78,12 @@ class HiddenHeadDrafter:
         self.model.to(device=target.device, dtype=target.dtype).eval()
         pack_linears(self.model)
         self.model.borrow(target.model.get_output_embeddings())
-        self._target, self._hidden = target, target.keep_hidden_states((target.config.num_hidden_layers,))
+        self.target, self._hidden = target, target.keep_hidden_states((target.config.num_hidden_layers,))
 
     def check_target(self, config: PretrainedConfig, vocab_size: int) -> None:
         """Raise ValueError if the network was made for a target of other sizes."""
         hidden = self.model.hidden_size, config.hidden_size
         check_made_for(self._source, {"hidden size": hidden, "vocabulary": (self.model.vocab_size, vocab_size)})
-
-    @property
-    def target(self) -> RaggedModel:
-        """The model whose hidden states are read; `attach` comes first."""
-        assert self._target is not None
-        return self._target
 
     def prefill(self, state: BatchState) -> None:
         """Nothing is kept."""
@@ -98,11 +93,11 @@ class HiddenHeadDrafter:
 
     def graph_key(self) -> Hashable | None:
         """What `propose` depends on beside the state: where the hidden states lie. None before there are any."""
-        return self.target.cache.capacity if self._hidden.states.numel() else None
+        return None if self._hidden.empty else self.target.cache.capacity
 
     def _last_hidden(self, state: BatchState) -> Tensor | None:
         """[B, 1, H], of the position before the pending token; None before the target has read anything."""
-        if not self._hidden.states.numel():
+        if self._hidden.empty:
             return None
         return self._hidden.gather(state.rows, state.seq_lens[:, None] - 1)
 

@@ -49,8 +49,9 @@ class LayerSkipDrafter:
             check_int("exit_layer", exit_layer, 1)
             layers = range(exit_layer)
         self.layers, self.greedy, self._exit_layer = _checked(layers), greedy, exit_layer
-        self._target: RaggedModel | None = None
-        self._decoder: DecoderLayers | None = None
+        # From `attach` on:
+        self.target: RaggedModel  # which drafts for itself
+        self._decoder: DecoderLayers
 
     def attach(self, target: RaggedModel) -> None:
         """Find the target's layers.
@@ -63,7 +64,7 @@ class LayerSkipDrafter:
         self.check_target(target.config, target.vocab_size)
         if target.config.model_type not in TESTED:
             decoder.probe(self.layers)
-        self._target, self._decoder = target, decoder
+        self.target, self._decoder = target, decoder
 
     def check_target(self, config: PretrainedConfig, vocab_size: int) -> None:
         """Raise ValueError if the target has not all the layers that are to run."""
@@ -75,21 +76,13 @@ class LayerSkipDrafter:
 
     def restore(self) -> None:
         """Make sure that the target is whole, which an interrupt while drafting may have prevented."""
-        assert self._decoder is not None
         self._decoder.restore()
-
-    @property
-    def target(self) -> RaggedModel:
-        """The model that drafts for itself; `attach` comes first."""
-        assert self._target is not None
-        return self._target
 
     def prefill(self, state: BatchState) -> None:
         """The target has done it."""
 
     def propose(self, state: BatchState, num_draft_tokens: int) -> Proposal:
         """Draw token after token, each row under its own temperature and filters; or the likeliest, if `greedy`."""
-        assert self._decoder is not None
         tokens = state.pending[:, None]
         steps: list[Proposal] = []
         with self._decoder.only(self.layers):

@@ -218,8 +218,9 @@ def _once(tensors: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
     kept = {}
     for name, value in tensors.items():
         found = _PART.fullmatch(name)
-        first = min(int(found[2]), found[1] == "proj") if found else 0
-        tied_to = f"{found[1]}.{int(first)}.{found[3]}" if found else name
+        # The first proj is of another size, so that it stands alone, and those behind it are tied to the second.
+        first = 1 if found and found[1] == "proj" and found[2] != "0" else 0
+        tied_to = f"{found[1]}.{first}.{found[3]}" if found else name
         if tied_to == name:
             kept[name] = value
         elif tied_to in tensors and not torch.equal(value, tensors[tied_to]):

@@ -40,7 +40,7 @@ class DraftModel:
         check_instance("model", model, PreTrainedModel)
         check_bool("greedy", greedy)
         self.model, self.tokenizer, self.greedy = model, tokenizer, greedy
-        self._ragged: RaggedModel | None = None
+        self.ragged: RaggedModel  # the model over its cache, from `attach` on
         self._shared_vocab_size = 0
         self._rounds_missed = 0  # rounds without drafts since it drafted last; its cache lacks the token of each
         self._caught_up = 0  # so many of them has a proposal read whose round has not been observed yet
@@ -51,17 +51,11 @@ class DraftModel:
         Raises:
             UnsupportedModelError: if the draft model cannot be decoded over a ragged cache.
         """
-        self._ragged = RaggedModel(self.model, target.num_slots, role="drafter")
+        self.ragged = RaggedModel(self.model, target.num_slots, role="drafter")
         embeddings: Any = self.model.get_input_embeddings()
         if target.vocab_size > embeddings.num_embeddings:
-            self._ragged.known_ids = embeddings.num_embeddings
-        self._shared_vocab_size = min(self._ragged.vocab_size, target.vocab_size)
-
-    @property
-    def ragged(self) -> RaggedModel:
-        """The model over its cache; `attach` comes first."""
-        assert self._ragged is not None
-        return self._ragged
+            self.ragged.known_ids = embeddings.num_embeddings
+        self._shared_vocab_size = min(self.ragged.vocab_size, target.vocab_size)
 
     def reserve(self, length: int) -> None:
         """Make room for rows of this length."""

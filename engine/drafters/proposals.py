@@ -54,23 +54,27 @@ def copied(proposal: Proposal, graphs: Graphs, place: object) -> Proposal:
     key = place, layout(proposal)
     if key not in graphs.buffers:
         tokens, logits, stats, sure = proposal
-        copies = RowStats(*map(torch.clone, stats)) if stats is not None else None
-        others = (None if value is None else value.clone() for value in (logits, sure))
-        graphs.buffers[key] = Proposal(tokens.clone(), next(others), copies, next(others))
+        graphs.buffers[key] = Proposal(
+            tokens.clone(),
+            None if logits is None else logits.clone(),
+            None if stats is None else RowStats(*map(torch.clone, stats)),
+            None if sure is None else sure.clone(),
+        )
     copy: Proposal = graphs.buffers[key]
-    for mine, new in zip(_tensors(copy), _tensors(proposal), strict=True):
+    for mine, new in zip(tensors_of(copy).values(), tensors_of(proposal).values(), strict=True):
         mine.copy_(new)
     return copy
 
 
 def layout(proposal: Proposal) -> Hashable:
-    """Shapes and dtypes of its tensors: proposals that are alike in them are the same work to verify."""
-    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors(proposal))
+    """Names, shapes and dtypes of its tensors: proposals that are alike in them are the same work to verify."""
+    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors_of(proposal).items())
 
 
-def _tensors(proposal: Proposal) -> list[Tensor]:
-    found = proposal.tokens, proposal.logits, *(proposal.stats or ()), proposal.confidence
-    return [tensor for tensor in found if tensor is not None]
+def tensors_of(proposal: Proposal) -> dict[str, Tensor]:
+    """Those of a proposal and of its stats, by name."""
+    fields = proposal._asdict() | (proposal.stats._asdict() if proposal.stats is not None else {})
+    return {name: field for name, field in fields.items() if isinstance(field, Tensor)}
 
 
 def side_by_side(steps: Sequence[Proposal]) -> Proposal:
@@ -110,10 +114,15 @@ def likeliest(logits: Tensor) -> Proposal:
 
 
 def drafts_of(state: BatchState, logits: Tensor, step: int | Tensor, greedy: bool) -> Proposal:
-    """Drafts by rows [B, W, V], of which the first is for draft number `step`: the likeliest ones of a drafter that is `greedy`, else
-    drawn. What rows that are greedy all would draw is the likeliest; on a CPU it comes with how sure the drafter is of it, which
-    takes a kernel more elsewhere."""
-    return likeliest(logits) if greedy or (state.all_greedy and state.can_look) else drawn(state, logits, step)
+    """Drafts by rows [B, W, V], of which the first is for draft number `step`, an int or [B] int64: the likeliest ones of a drafter
+    that is `greedy`, else drawn. What rows that are greedy all would draw is the likeliest; on a CPU it comes with how sure the
+    drafter is of it, which takes a kernel more elsewhere."""
+    if greedy or (state.all_greedy and state.can_look):
+        return likeliest(logits)
+    draws = draws_of(state, logits, step)
+    if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
+        return Proposal(draws.tokens)
+    return Proposal(draws.tokens, logits, draws.stats)
 
 
 def draws_of(state: BatchState, logits: Tensor, step: int | Tensor, return_logprobs: bool = False) -> Draws:
@@ -121,14 +130,6 @@ def draws_of(state: BatchState, logits: Tensor, step: int | Tensor, return_logpr
     if state.can_look and not state.coupled:  # which takes less time, where there are compiled loops
         return sample_by_inversion(logits, **noise(state, step))
     return sample(logits, **noise(state, step), return_logprobs=return_logprobs)
-
-
-def drawn(state: BatchState, logits: Tensor, step: int | Tensor) -> Proposal:
-    """What rows [B, W, V] draw, of which the first is for draft number `step`, an int or [B] int64."""
-    draws = draws_of(state, logits, step)
-    if state.all_greedy or state.coupled:  # what the target draws or its argmax decides, and not q
-        return Proposal(draws.tokens)
-    return Proposal(draws.tokens, logits, draws.stats)
 
 
 def fitted(proposal: Proposal, num_draft_tokens: int) -> Proposal:

@@ -22,6 +22,7 @@ from ..state import BatchState, Proposal, Verdict
 from .base import Drafter
 from .model import DraftModel
 from .ngram import NGramDrafter
+from .proposals import tensors_of
 
 _PARTS = 5  # graphs of a round: its beginning, guesses, two kinds of calls, and the verification
 
@@ -233,7 +234,7 @@ class _Drafts:
         column = torch.arange(tokens.shape[1], device=tokens.device)
         stands = (column <= agreed[:, None]) & self.unfinished[:, None]
         at = (self.count[:, None] + column).where(stands, self.most)
-        for name, new in _tensors(own).items():
+        for name, new in tensors_of(own).items():
             if name not in self._drafts:
                 self._drafts[name] = new.new_zeros(len(at), self.most + 1, *new.shape[2:])
             self._drafts[name].scatter_(1, at if new.dim() == 2 else at[..., None].expand_as(new), new)
@@ -251,9 +252,3 @@ class _Drafts:
         column = torch.arange(tokens.shape[1], device=tokens.device)
         at = (self.rows.position + self.count)[:, None] + column
         self._text.scatter_(1, at.where(where, self._text.shape[1] - 1), tokens.clamp(min=0))
-
-
-def _tensors(proposal: Proposal) -> dict[str, Tensor]:
-    """Those of a proposal and of its stats, by name."""
-    fields = proposal._asdict() | (proposal.stats._asdict() if proposal.stats is not None else {})
-    return {name: field for name, field in fields.items() if isinstance(field, Tensor)}
