@@ -19,7 +19,8 @@ NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uin
 def check_tensor(name: str, value: Any, device: torch.device | None = None) -> None:
     """ValueError unless it is a tensor whose numbers lie in memory as they are, on this device if one is given."""
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name} must be a tensor{'' if device is None else f' on {device}'}, got {value!r:.100}")
+        got = f"{value!r:.100}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+        raise ValueError(f"{name} must be a tensor{'' if device is None else f' on {device}'}, got {got}")
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be a tensor on {device}, got one on {value.device}")
     plain = value.layout == torch.strided and not value.is_nested
@@ -27,6 +28,12 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None) -> N
         raise ValueError(
             f"{name} must be a plain tensor, got a {'negated view' if plain else f'{value.layout} tensor'}"
         )
+
+
+def check_bool(name: str, value: Any) -> None:
+    """ValueError unless it is True or False. A tensor is refused: reading it would wait for its device."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r:.100}")
 
 
 def as_float(name: str, value: Any, least: float = -math.inf) -> float:

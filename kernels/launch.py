@@ -17,6 +17,7 @@ from .workspace import workspace
 # Programs that read several tiles read one while they work on another. So they read faster where there are many more of them than
 # processors can run at once, and later where there are few.
 MOST_TILES, ENOUGH_PROGRAMS = 4, 1024
+MAX_INT32 = 2**31 - 1  # which places in the scratch memory's fields are counted by
 
 
 def cdiv(number: int, by: int) -> int:
@@ -92,10 +93,13 @@ def shape_arguments(
     if filtered and num_blocks * GROUPS.value > SEARCH_ROOM.value:
         most = SEARCH_ROOM.value // GROUPS.value * BLOCK
         raise ValueError(f"V must be <= {most:,} with filters, got {vocab_size:,}")
+    if num_rows * floats_per_row(num_blocks) + 3 > MAX_INT32:
+        most = (MAX_INT32 - 3) // floats_per_row(num_blocks)
+        raise ValueError(f"B * W must be <= {most:,} with V = {vocab_size:,}, got {num_rows:,}")
     blocks = min(TILE_BLOCKS, next_power_of_2(num_blocks))
     grouped = filtered or by_token
     num_tiles = cdiv(num_blocks, blocks)
-    tiles = min(MOST_TILES, max(1, num_rows * num_tiles // ENOUGH_PROGRAMS)) if grouped else 1
+    tiles = min(MOST_TILES, num_tiles, max(1, num_rows * num_tiles // ENOUGH_PROGRAMS)) if grouped else 1
     per_row = floats_per_row(num_blocks) + (group_floats(num_blocks, filtered) if grouped else 0)
     counters, scratch = workspace(rows.device, num_rows + (batch if batched else 0), num_rows * per_row + 3)
     return dict(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_greedy, philox, reference
-from .checks import FLOATS, NUMBERS, as_float, check_tensor
+from .checks import FLOATS, NUMBERS, as_float, check_bool, check_tensor
 from .records import GREEDY_BELOW, Draws, RowStats, Verdict
 from .rows import adjusted
 
@@ -81,6 +81,7 @@ def sample(
             f"stream must be one of {', '.join(map(str, philox.STREAMS))} (see philox), got {stream!r:.100}"
         )
     _check_vocabulary(logits, logit_bias, token_mask)
+    check_bool("return_logprobs", return_logprobs)
     more: dict[str, Any] = dict(rows, seed=seed, position=position, origin=origin, stream=stream)
     more |= dict(logit_bias=logit_bias, token_mask=token_mask, return_logprobs=return_logprobs)
     if use_triton(logits):
@@ -163,6 +164,7 @@ def verify(
     rows = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_rows(batch, device, **rows, seed=seed, position=position)
     _check_vocabulary(target_logits, logit_bias, token_mask, None if cu_num_logits is None else batch)
+    check_bool("return_logprobs", return_logprobs)
     typical_epsilon = as_float("typical_epsilon", typical_epsilon, 0)
     typical_delta = as_float("typical_delta", typical_delta, 0)
     more: dict[str, Any] = dict(

@@ -126,7 +126,16 @@ def test_thresholds_of_any_kind_are_taken(monkeypatch: pytest.MonkeyPatch, kerne
     found = ops.verify(**case, typical_epsilon=value, typical_delta=value)
     expected = reference.verify(**case, typical_epsilon=float(value), typical_delta=float(value))
     assert torch.equal(found.tokens, expected.tokens)
+    assert bool(given) == (kernels == "triton")
     assert all(type(k[name]) is float for k in given for name in ("typical_epsilon", "typical_delta"))
+
+
+@pytest.mark.parametrize("call", ["sample", "verify"])
+@pytest.mark.parametrize("value", [torch.tensor(True), "no", 1, None, np.True_], ids=repr)
+def test_return_logprobs_that_is_no_bool(call: str, value: Any) -> None:
+    """A tensor would have to be read."""
+    with pytest.raises(ValueError, match=r"^return_logprobs must be True or False, got "):
+        getattr(ops, call)(**PLAIN[call], return_logprobs=value)
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])

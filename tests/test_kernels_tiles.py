@@ -86,6 +86,37 @@ def test_sample_and_row_stats(monkeypatch: pytest.MonkeyPatch, filtered: bool) -
         assert_the_same_in_large_batches(monkeypatch, row_stats, logits | rows)
 
 
+@pytest.mark.parametrize("vocab_size", [1000, 2049, 4096, 5000, 8192, 20_000])
+def test_rows_of_few_tiles(monkeypatch: pytest.MonkeyPatch, vocab_size: int) -> None:
+    """A program has no more tiles than a row, and writes nothing behind the row's own memory, nor behind all memory."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    filters = dict(top_p=torch.tensor([0.9, 0.5]))
+    case = verify_case(generator, BATCH, NUM_DRAFTS, vocab_size, None, torch.float32, filters)
+    on_device = {name: to_device(value, DEVICE) for name, value in case.items()}
+    kept = {name: on_device[name] for name in ("temperature", "top_p", "seed", "position")}
+    behind = []
+    original = launch.workspace
+
+    def guarded(device: torch.device, counters: int, floats: int) -> tuple[Tensor, Tensor]:
+        behind.append((memory := torch.full((floats + 16_384,), 7.5, device=device))[floats:])
+        return original(device, counters, 1)[0], memory
+
+    monkeypatch.setattr(launch, "workspace", guarded)
+    results = []
+    for enough in (1 << 20, 1):
+        monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", enough)
+        verdict = verify(**on_device, method="rejection")
+        results.append(flat((verdict, sample(on_device["target_logits"], **kept))))
+    assert all(torch.equal(actual, want) for actual, want in zip(*results, strict=True))
+    assert len(behind) == 4 and all((floats == 7.5).all() for floats in behind)
+
+
+def test_more_rows_than_there_can_be_places_for() -> None:
+    logits = torch.zeros(1, dtype=torch.bfloat16, device=DEVICE).expand(60_000, 60, 151_936)
+    with pytest.raises(ValueError, match=r"^B \* W must be <= 2,855,696 with V = 151,936, got 3,600,000$"):
+        row_stats(logits)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="looks into the interpreter")
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("method", ["rejection", "block", "coupled", "typical"])
