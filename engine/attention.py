@@ -7,6 +7,7 @@ without this kernel) it is `scaled_dot_product_attention` over the part of the b
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,11 +34,12 @@ _IMPLEMENTATION = "_attn_implementation_internal"  # of a config, where the name
 class _Calls(threading.local):
     """The caches of the calls that are under way in this thread, the innermost last.
 
-    A model gives its attention function no argument that would say which cache is meant.
+    A model gives its attention function no argument that would say which cache is meant. One that an interrupt kept from being taken
+    out again is not kept alive.
     """
 
     def __init__(self) -> None:
-        self.caches: list[RaggedCache] = []
+        self.caches: list[weakref.ref[RaggedCache]] = []
 
 
 _calls = _Calls()
@@ -46,7 +48,14 @@ _calls = _Calls()
 def is_own_call(cache: Any) -> bool:
     """Whether a call with this cache is under way in this thread, in which models attend our way."""
     caches = _calls.caches
-    return bool(caches) and caches[-1] is cache
+    return bool(caches) and caches[-1]() is cache
+
+
+def _innermost_cache() -> RaggedCache:
+    """Of the call that is under way."""
+    cache = _calls.caches[-1]()
+    assert cache is not None  # whoever calls holds it
+    return cache
 
 
 def attend_grouped(
@@ -72,10 +81,10 @@ def attend_grouped(
         layer = module.layer_idx
         return torch.ops.speculative_engine.attend(query, key, value, attention_mask, layer, scaling), None
     if attention_mask is not None and attention_mask.dtype == torch.int64:  # torch.compile has given up on this call
-        attention_mask = _calls.caches[-1].plan.masks[int(attention_mask)]
+        attention_mask = _innermost_cache().plan.masks[int(attention_mask)]
     if attention_mask is None or attention_mask.shape[1] != 1 or attention_mask.dtype != torch.bool:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
-    plan, group = _calls.caches[-1].plan, query.shape[1] // key.shape[1]
+    plan, group = _innermost_cache().plan, query.shape[1] // key.shape[1]
     if plan.runs is None:
         parts = _parts(plan, slice(None), query.shape[2], attention_mask, group, query.dtype)
         return _attend(query, key, value, parts, scaling), None
@@ -98,7 +107,7 @@ def _scatter_and_attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, scaling: float | None
 ) -> Tensor:
     """`RaggedLayer.update` and `attend_grouped` in a compiled graph: one operator, which learns of lengths and slots when it runs."""
-    cache = _calls.caches[-1]
+    cache = _innermost_cache()
     keys, values = cache.ragged_layers[layer].update(key, value)
     output, _ = attend_grouped(_NO_MODULE, query, keys, values, cache.plan.masks[int(mask)], scaling)
     return output.contiguous()
@@ -219,7 +228,7 @@ def attend_ragged(
     """
     if attention_mask is not None:
         raise ValueError("the model's attention builds its own mask, which the ragged kernel does not support")
-    plan = _calls.caches[-1].plan
+    plan = _innermost_cache().plan
     output = ragged_attention(
         query, key, value, plan.start, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
         slots=plan.slots_or_none, kv_length=plan.kv_length, num_valid=plan.num_valid,
@@ -265,7 +274,7 @@ class AttentionSwitch:
         # Ours is there if an interrupt kept the model's own from being put back.
         self._own = [(config, own if set_now in (GROUPED, RAGGED) else set_now) for config, own, set_now in now]
         try:  # Ctrl-C may come anywhere, and most likely in a method of Python: a config's own for setting an attribute is one
-            caches.append(self._cache)
+            caches.append(weakref.ref(self._cache))
             for config, _ in self._own:
                 vars(config)[_IMPLEMENTATION] = self._name
             yield

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, overload
 
 from tqdm import tqdm
@@ -160,7 +160,8 @@ class Engine:
                 for request in requests:
                     if request.finish_reason is not None and outputs[request.index] is None:
                         outputs[request.index] = self._output(request)
-                error.outputs = outputs  # type: ignore[attr-defined]
+                with suppress(Exception):  # one that takes no attributes is raised all the same
+                    error.outputs = outputs  # type: ignore[attr-defined]
                 raise
         if any(request.error is not None for request in requests):
             raise _error(requests, outputs)

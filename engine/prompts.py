@@ -88,8 +88,9 @@ def encode(prompt: Any, name: str, tokenizer: Any, vocab_size: int, max_length: 
 def _unpadded(encoding: BatchEncoding) -> Any:
     """The ids of what a tokenizer returns for one text, without those that its attention mask leaves out."""
     ids, mask = (_of_one_text(encoding.get(name)) for name in ("input_ids", "attention_mask"))
-    if mask is None or ids is None or len(ids) != len(mask):
+    if mask is None or ids is None:
         return ids
+    _check_mask(ids, mask)
     return [token for token, seen in zip(_listed(ids), _listed(mask), strict=True) if seen]
 
 
@@ -98,8 +99,19 @@ def _of_several_texts(encoding: BatchEncoding) -> list[BatchEncoding]:
     ids: Any = encoding.get("input_ids")
     if not _is_batch(ids) or (_is_array(ids) and len(ids) == 1):
         return []
-    fields = {name: encoding[name] for name in ("input_ids", "attention_mask") if name in encoding}
+    fields = {name: encoding[name] for name in ("input_ids", "attention_mask") if encoding.get(name) is not None}
+    _check_mask(ids, fields.get("attention_mask", ids))
     return [BatchEncoding({name: rows[index] for name, rows in fields.items()}) for index in range(len(ids))]
+
+
+def _check_mask(ids: Any, mask: Any) -> None:
+    """Raise ValueError if a mask is not as long as the ids, of one text, or of as many texts."""
+    try:
+        fits = len(ids) == len(mask)
+    except TypeError:  # a number has no length
+        fits = False
+    if not fits:
+        raise ValueError(f"attention_mask must have the shape of input_ids, got {mask!r:.60} with {ids!r:.60}")
 
 
 def _of_one_text(values: Any) -> Any:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from .backend import Verdict, verify
 from .drafters.base import Drafter
-from .drafters.proposal_rules import broken_rule
+from .drafters.proposal_rules import proposed
 from .drafters.proposals import copied, fitted, layout
-from .errors import EngineError
 from .graphs import Graphs
 from .logits_processors import process_logits
 from .metrics import RoundClock
@@ -72,9 +71,7 @@ class Round:
         drafter = self.drafter
 
         def work() -> Proposal:
-            proposal = drafter.propose(state, num_draft_tokens)
-            if broken := broken_rule(proposal, state, self.target.vocab_size):
-                raise EngineError(f"{type(drafter).__name__}.propose must return {broken}")
+            proposal = proposed(drafter, state, num_draft_tokens, self.target.vocab_size)
             if proposal.tokens.shape[1] > num_draft_tokens:  # by so many, at most, the host takes a text to have grown
                 proposal = fitted(proposal, num_draft_tokens)
             return self._placed(_within_limits(proposal, state))

@@ -3,11 +3,13 @@
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from engine.drafters.base import Drafter
+from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.lookup import LookupDrafter, Tokens
 from engine.state import BatchState, Proposal, Verdict
 
@@ -62,6 +64,13 @@ class Stateless:
 
     def graph_key(self) -> tuple[()]:
         return ()
+
+
+def cascade_of(*stages: Any) -> CascadeDrafter:
+    """Of stages that want no target, for one of 12 tokens."""
+    both = CascadeDrafter(*stages)
+    both.attach(SimpleNamespace(vocab_size=12))  # type: ignore[arg-type]
+    return both
 
 
 class Fixed(Stateless):

@@ -1,5 +1,8 @@
 """Attention on a CPU: grouped queries and prefill in parts give what repeated K/V under the whole mask give."""
 
+import gc
+import sys
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +30,8 @@ class Call:
         positions = start[:, None] + column
         length = max(starts) + width
         cache.plan_call(slice(0, len(starts)), positions, torch.ones_like(positions, dtype=torch.bool), start, length)
-        monkeypatch.setattr(attention._calls, "caches", [cache])
-        self.plan = cache.plan
+        monkeypatch.setattr(attention._calls, "caches", [weakref.ref(cache)])
+        self.cache, self.plan = cache, cache.plan
         query, key = positions[:, None, :, None], torch.arange(cache.plan.kv_length)
         self.mask = (key <= query) & (key > query - (window or 10_000))
 
@@ -87,26 +90,34 @@ def test_long_prompts(kind: str) -> None:
     assert [o.token_ids for o in outputs] == [greedy(target, prompt, 12) for prompt in prompts]
 
 
-@pytest.mark.parametrize("at", [1, 2])
-def test_an_interrupted_call_leaves_a_live_model_as_it_was(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes in Python code: while attention is switched, such as a config's own method for setting an attribute, or behind."""
-    target = tiny("llama", dtype=torch.float32)
-    llm = engine.load(target, "ngram", max_batch_size=2)
-    own, calls = target.config._attn_implementation_internal, 0
-    set_attribute = type(target.config).__setattr__
+def test_an_interrupt_while_attention_is_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come at any line of it: the next call finds the model's own attention, and no cache is kept alive."""
+    monkeypatch.setattr(attention._calls, "caches", [])
+    target, params = tiny("llama", dtype=torch.float32), engine.SamplingParams(max_new_tokens=4)
+    code = attention.AttentionSwitch.on.__wrapped__.__code__  # type: ignore[attr-defined]
+    lines = sorted({line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno + 1})
+    interrupted = []
+    for line in lines:
 
-    def interrupted(config: Any, name: str, value: Any) -> None:
-        nonlocal calls
-        calls += name == "_attn_implementation_internal"
-        if calls == at:
-            raise KeyboardInterrupt
-        set_attribute(config, name, value)
+        def trace(frame: Any, event: str, arg: Any, line: int = line) -> Any:
+            if event == "line" and frame.f_lineno == line:
+                interrupted.append(line)
+                raise KeyboardInterrupt
+            return trace if frame.f_code is code else None
 
-    monkeypatch.setattr(type(target.config), "__setattr__", interrupted)
-    with suppress(KeyboardInterrupt):
-        llm.generate([[5, 6, 7], [8, 9]], engine.SamplingParams(max_new_tokens=4))
-    monkeypatch.undo()
-    assert target.config._attn_implementation_internal == own and attention._calls.caches == []
+        llm = engine.load(target, "ngram", max_batch_size=2)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        with suppress(KeyboardInterrupt):
+            llm.generate([[5, 6, 7], [8, 9]], params)
+        sys.settrace(before)
+        assert llm.generate([5, 6, 7], params).token_ids == greedy(target, [5, 6, 7], 4)
+        assert target.config._attn_implementation == "sdpa"
+        cache = weakref.ref(llm._target.cache)
+        del llm
+        gc.collect()
+        assert cache() is None
+    assert len(interrupted) >= 8
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -217,6 +217,20 @@ def test_kernels_without_triton(target: PreTrainedModel, monkeypatch: pytest.Mon
         (torch.tensor(3), "prompts must be a string.* got Tensor"),
         ([BatchEncoding({"input_ids": [[1, 2], [3]]})], r"prompts\[0\] must hold token ids .* got \[1, 2\]"),
         (BatchEncoding({}), r"prompts\[0\] must have input_ids, got nothing"),
+        *(
+            (
+                BatchEncoding({"input_ids": ids, "attention_mask": mask}),
+                "attention_mask must have the shape of input_ids, got ",
+            )
+            for ids, mask in (
+                ([1, 2, 3], [1, 1]),
+                ([1, 2, 3], 1),
+                (torch.ones(3, dtype=torch.long), torch.tensor(1)),
+                ([[1, 2], [3]], [[1, 1]]),
+                ([[1, 2], [3]], [[1], [1]]),
+                (torch.ones(2, 3, dtype=torch.long), torch.ones(2, dtype=torch.long)),
+            )
+        ),
         ([1] * CONTEXT, rf"prompts\[0\] has {CONTEXT} tokens; at most {CONTEXT - 1}"),
         ("text", r"prompts\[0\] is text, which needs a tokenizer"),
         ([{"role": "user", "content": "hi"}], r"prompts\[0\] is chat messages, which needs a tokenizer"),

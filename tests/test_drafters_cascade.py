@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_cases import Fixed, Knowing, Stateless, bare_state
+from drafter_cases import Fixed, Knowing, Stateless, bare_state, cascade_of
 from replayed_graphs import with_graphs
 from sampled_laws import SOME, every_rule, flat_target, p_value
 from tiny_models import greedy, perturbed, random_prompts, tiny
@@ -290,7 +290,7 @@ def test_which_stage_a_row_takes(blind: bool) -> None:
     first = Fixed([[7, -1, -1], [-1, -1, -1], [-1, 9, 9], [8, 8, 8]])
     second = Fixed([[1, 1], [2, -1], [-1, -1], [3, 3]])
     third = Fixed([[4, 4, 4], [4, 4, 4], [5, -1, -1], [4, 4, 4]])
-    proposal = CascadeDrafter(first, second, third).propose(bare_state(4), 3)
+    proposal = cascade_of(first, second, third).propose(bare_state(4), 3)
     assert proposal.tokens.tolist() == [[7, -1, -1], [2, -1, -1], [5, -1, -1], [8, 8, 8]]
     assert proposal.logits is None and proposal.confidence is None
 
@@ -302,8 +302,7 @@ def test_rows_of_logits_come_from_the_stage_that_was_taken(blind: bool) -> None:
     state = bare_state(4, 0.5)
     drawn = Fixed([[1, 2, 3], [-1] * 3, [-1] * 3, [4, 5, 6]], one, row_stats(one, state.temperature))
     last = Fixed([[0, 0], [0, 0], [7, 6], [0, 0]], two)
-    cascades = CascadeDrafter(silent, drawn, last)
-    cascades._vocab_size = 12
+    cascades = cascade_of(silent, drawn, last)
     tokens, logits, stats, _ = cascades.propose(state, 3)
     assert tokens.tolist() == [[1, 2, 3], [6, 6, 6], [7, 6, -1], [4, 5, 6]]
     assert logits is not None and stats is not None and logits.shape == (4, 3, 12)
@@ -318,7 +317,7 @@ def test_each_stage_sees_the_round_that_it_would_have_had_alone() -> None:
     first = Fixed([[7, 7, 7], [-1, -1, -1], [-1, -1, -1]])
     second = Fixed([[7, 5], [4, 4], [6, 9]])
     third = Fixed([[0], [0], [0]])
-    both = CascadeDrafter(first, second, third)
+    both = cascade_of(first, second, third)
     state = bare_state(3)
     both.propose(state, 3)
     tokens = torch.tensor([[7, 7, 7, 8], [3, -1, -1, -1], [6, 2, -1, -1]])
@@ -340,7 +339,7 @@ def test_each_stage_sees_the_round_that_it_would_have_had_alone() -> None:
 
 def test_a_round_without_drafts_is_one_for_every_stage(blind: bool) -> None:
     stages = [Fixed([[7]]), Fixed([[7]])]
-    both, state = CascadeDrafter(*stages), bare_state(1)
+    both, state = cascade_of(*stages), bare_state(1)
     verdict = Verdict(torch.tensor([[3]]), torch.tensor([0], dtype=torch.int32), torch.zeros(1))
     state.commit(verdict)
     both.observe(state, verdict)
@@ -398,7 +397,7 @@ def test_stages_that_look_at_widths_alone_see_those(asked: int, blind: bool) -> 
                 stages = Fixed(drafts), Fixed([some, some])
                 for stage in stages:
                     stage.observes_width_only = narrow  # type: ignore[attr-defined]
-                both, state = CascadeDrafter(*stages), bare_state(2)
+                both, state = cascade_of(*stages), bare_state(2)
                 if asked:
                     both.propose(state, asked)
                 verdict = Verdict(torch.tensor(emitted), torch.tensor([1, 0], dtype=torch.int32), torch.zeros(2))
@@ -413,14 +412,14 @@ def test_confidence_is_that_of_the_stage_taken(temperature: float, blind: bool) 
     sure = Fixed([[7, 7], [-1, -1]], None, None, torch.full((2, 2), 0.25))
     silent = Fixed([[-1, -1], [1, 2]])
     state = bare_state(2, temperature)
-    both = CascadeDrafter(sure, silent).propose(state, 2)
+    both = cascade_of(sure, silent).propose(state, 2)
     assert both.confidence is None
-    alone = CascadeDrafter(sure, Fixed([[-1, -1], [-1, -1]])).propose(state, 2).confidence
+    alone = cascade_of(sure, Fixed([[-1, -1], [-1, -1]])).propose(state, 2).confidence
     assert blind == (alone is None) and (alone is None or alone.tolist() == [[0.25, 0.25], [0.0, 0.0]])
     logits = torch.randn(2, 2, 10)
     drawn = Fixed([[1, 1], [1, 2]], logits, row_stats(logits, state.temperature))
     coupled = state.select(slice(0, 2), coupled=True)
-    proposal = CascadeDrafter(sure, drawn).propose(coupled, 2)
+    proposal = cascade_of(sure, drawn).propose(coupled, 2)
     assert proposal.logits is None and proposal.confidence is not None
     chances = (logits[1] / (temperature or 1)).softmax(-1)
     assert torch.allclose(proposal.confidence[1], torch.stack([chances[0, 1], chances[1, 2]]), atol=1e-5)

@@ -846,6 +846,16 @@ def test_each_output_is_handed_over_when_it_has_ended(target: PreTrainedModel) -
         llm.generate([[5], [6]], params[:2], on_output=fail)
     assert [output is None for output in caught.value.outputs] == [True, False]  # type: ignore[attr-defined]
     assert llm.generate([5], params[0]).token_ids == outputs[0].token_ids
+
+    @dataclasses.dataclass(frozen=True)
+    class Unchangeable(Exception):  # takes no attributes
+        pass
+
+    def refuse(index: int, output: object) -> None:
+        raise Unchangeable
+
+    with pytest.raises(Unchangeable):
+        llm.generate([5], on_output=refuse)
     with pytest.raises(ValueError, match="on_output must be a function of an index and an output, or None, got 'yes'"):
         llm.generate([5], on_output="yes")  # type: ignore[call-overload]
 
@@ -913,6 +923,23 @@ def test_a_proposal_that_is_none(target: PreTrainedModel, proposal: object, rule
         llm.generate([3, 4, 5], _params(4))
     drafter.proposal = engine.Proposal(_DRAFTS)
     assert llm.generate([3, 4, 5], _params(4)).token_ids == greedy(target, [3, 4, 5], 4)
+
+
+@pytest.mark.parametrize(
+    ("proposal", "rule"),
+    [(None, "an engine.Proposal, got NoneType"), (engine.Proposal(_DRAFTS * VOCAB), "tokens below")],
+)
+@pytest.mark.parametrize("place", ["first", "behind a lookup", "in a staged model"])
+def test_a_proposal_of_a_part_that_is_none(target: PreTrainedModel, proposal: object, rule: str, place: str) -> None:
+    """It is the part that is named."""
+    part = Proposing(proposal)
+    whole = {
+        "first": lambda: engine.CascadeDrafter(part, engine.NGramDrafter()),
+        "behind a lookup": lambda: engine.CascadeDrafter(engine.NGramDrafter(min_ngram=3), part),
+        "in a staged model": lambda: engine.StagedDraftModel(tiny("llama", seed=2, vocab_size=VOCAB), part),
+    }[place]()
+    with pytest.raises(engine.EngineError, match=rf"^Proposing\.propose must return {rule}"):
+        engine.load(target, whole).generate([3, 4, 5], _params(4))
 
 
 def test_a_hole_in_a_proposal_ends_it(target: PreTrainedModel) -> None:

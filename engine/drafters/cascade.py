@@ -19,6 +19,7 @@ from ..state import BatchState, Proposal, Verdict
 from ..transfers import to_device
 from .base import Drafter
 from .lookup import LookupDrafter, Tokens, texts
+from .proposal_rules import proposed
 from .proposals import fitted, merged, nothing, side_by_side
 
 
@@ -90,7 +91,7 @@ class CascadeDrafter:
             if state.can_look and 0 < self._num_lookups <= index:
                 own, parts = self._followed_up(stage, state, num_draft_tokens, open_rows)
             else:
-                own = fitted(stage.propose(state, num_draft_tokens), num_draft_tokens)
+                own = fitted(proposed(stage, state, num_draft_tokens, self._vocab_size), num_draft_tokens)
                 parts = [own]
             has_drafts = own.tokens[:, :1] >= 0
             proposals += parts
@@ -120,7 +121,7 @@ class CascadeDrafter:
                     break
             own = side_by_side(columns) if columns else nothing(state)
         else:
-            own = fitted(stage.propose(state, num_draft_tokens), num_draft_tokens)
+            own = fitted(proposed(stage, state, num_draft_tokens, self._vocab_size), num_draft_tokens)
             behind.look(own.tokens)
         own = fitted(own, num_draft_tokens)
         if not behind.found:
@@ -217,9 +218,9 @@ def _rounds_behind(drafts: Tensor | None, verdict: Verdict) -> int:
     """How many rounds without drafts `_as_seen_by` makes for these drafts, if it is not told; looks at the tokens."""
     rounds = 0
     own = [[]] * len(verdict.tokens) if drafts is None else drafts.tolist()
-    for row, proposed in zip(verdict.tokens.tolist(), own, strict=True):
+    for row, drafted in zip(verdict.tokens.tolist(), own, strict=True):
         emitted = [token for token in row if token >= 0]
-        stood = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(emitted[:-1], proposed, strict=False)))
+        stood = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(emitted[:-1], drafted, strict=False)))
         rounds = max(rounds, len(emitted) - stood - (drafts is not None))
     return rounds
 

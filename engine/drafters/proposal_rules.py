@@ -6,7 +6,23 @@ import torch
 from torch import Tensor
 
 from ..backend import RowStats
+from ..errors import EngineError
 from ..state import BatchState, Proposal
+
+
+def proposed(drafter: Any, state: BatchState, num_draft_tokens: int, vocab_size: int) -> Proposal:
+    """What a drafter proposes.
+
+    Args:
+        vocab_size: the target's.
+
+    Raises:
+        EngineError: if that is no proposal for this state.
+    """
+    proposal: Proposal = drafter.propose(state, num_draft_tokens)
+    if broken := broken_rule(proposal, state, vocab_size):
+        raise EngineError(f"{type(drafter).__name__}.propose must return {broken}")
+    return proposal
 
 
 def broken_rule(proposal: Any, state: BatchState, vocab_size: int) -> str:

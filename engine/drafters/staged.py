@@ -22,6 +22,7 @@ from ..state import BatchState, Proposal, Verdict
 from .base import Drafter
 from .model import DraftModel
 from .ngram import NGramDrafter
+from .proposal_rules import proposed
 from .proposals import tensors_of
 
 _PARTS = 5  # graphs of a round: its beginning, guesses, two kinds of calls, and the verification
@@ -131,7 +132,9 @@ class StagedDraftModel(DraftModel):
 
     def _guess(self, drafts: "_Drafts", count: int, width: int | None) -> None:
         """Have the inner drafter propose at most `count` tokens for each row; for `width` see `_Drafts.guess`."""
-        tokens = self.drafter.propose(drafts.state(), count).tokens if count else drafts.guesses[:, :0]
+        tokens = drafts.guesses[:, :0]
+        if count:
+            tokens = proposed(self.drafter, drafts.state(), count, self._target.vocab_size).tokens
         drafts.guess(tokens, width)
 
     def _score(self, state: BatchState, drafts: "_Drafts", is_first: bool) -> None:
