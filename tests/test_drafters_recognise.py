@@ -169,6 +169,7 @@ def test_nothing_but_the_config_is_fetched_of_a_draft_model(tmp_path: Path, monk
         assert "*/*" in ignore_patterns
         if weights := {"*.safetensors", "*.bin"} & set(allow_patterns):
             fetched.append((repository, "*.bin" in weights))
+        assert ("tqdm_class" in bars) == (not weights)  # what is soon there has no bar
         assert ("*.bin" in allow_patterns) == ("optimizer.pt" in ignore_patterns)
         return str(folders[repository])
 

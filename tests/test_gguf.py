@@ -60,6 +60,13 @@ def test_files_beside_it_are_not_read(cache: Path, tmp_path: Path, monkeypatch: 
     assert len(llm.generate("the end", PARAMS).token_ids) > 0
 
 
+def test_the_dtype_is_bfloat16_unless_another_is_given(cache: Path, tmp_path: Path) -> None:
+    """The file's is float32."""
+    tiny_gguf.write(tmp_path / "model.gguf")
+    for options, dtype in (({}, torch.bfloat16), ({"dtype": "float32"}, torch.float32)):
+        assert engine.load(tmp_path / "model.gguf", drafter=None, **options).target_model.dtype == dtype
+
+
 def test_without_a_tokenizer_prompts_are_ids(cache: Path, tmp_path: Path) -> None:
     tiny_gguf.write(tmp_path / "model.gguf", tokenizer=False)
     llm = load(tmp_path / "model.gguf")
@@ -72,6 +79,7 @@ def test_without_a_tokenizer_prompts_are_ids(cache: Path, tmp_path: Path) -> Non
         (dict(parts=3), "target must be one whole GGUF file, got .*, one of 3 parts: merge them first"),
         (dict(layers=False), "target must be a GGUF file of a language model, got .*, which names no number of layers"),
         (dict(arch="mamba"), "target of type 'mamba' has"),
+        (dict(tensors=False), "target must be a whole GGUF file, got .* bytes of at least 0: truncated"),
     ],
 )
 def test_refused_before_it_is_converted(cache: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -14,19 +14,21 @@ import huggingface_hub
 import pytest
 import smollm2
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from random_heads import random_head
 from safetensors import SafetensorError
-from tiny_models import greedy, perturbed, tiny
+from tiny_models import CONTEXT, greedy, perturbed, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
 from bench.throughput.shared_models import SharedModels
 from engine import checkpoints
 from engine import gguf as conversion
 from engine.generation_config import eos_token_ids, warn_of_not_applied
+from engine.support import check_supported
 
 PARAMS = engine.SamplingParams(max_new_tokens=6)
 
@@ -53,6 +55,7 @@ def test_folder(target: PreTrainedModel, folder: Path) -> None:
         assert llm.target_model.dtype == torch.float32
     for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
         assert engine.load(folder, dtype=dtype).target_model.dtype == torch.bfloat16
+    assert engine.load(folder, max_length=CONTEXT).max_length == CONTEXT
 
 
 def test_folder_without_a_tokenizer_takes_ids(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -121,6 +124,17 @@ def test_config_with_a_value_of_another_type(folder: Path) -> None:
         engine.load(folder)
 
 
+def test_a_config_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which says nothing of what is in it."""
+
+    def refuse(*_: Any, **more: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
+    with pytest.raises(PermissionError):
+        engine.load(folder)
+
+
 def test_code_of_a_checkpoint_is_neither_run_nor_asked_about(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
     config = json.loads((folder / "config.json").read_text())
@@ -156,7 +170,8 @@ def test_quantized_weights_without_the_package_that_reads_them(folder: Path, mon
 
 def test_missing_safetensors(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(OSError, match=r"model\.safetensors"):
+    rule = "target must be a checkpoint that can be read; loading"
+    with pytest.raises(OSError, match=rf"^{rule} {folder} failed: .*model\.safetensors"):
         engine.load(folder)
 
 
@@ -165,6 +180,7 @@ def test_missing_safetensors(folder: Path) -> None:
     [
         ("bert", {}, "'bert', which is not one"),
         ("t5", {}, "encoder-decoder"),
+        ("instructblip", {"text_config": {"model_type": "t5"}}, "encoder-decoder"),
         ("bloom", {}, "ALiBi"),
         ("mpt", {}, "ALiBi"),
         ("falcon", {"alibi": True}, "ALiBi"),
@@ -201,6 +217,16 @@ def test_live_models_that_cannot_work_are_refused() -> None:
         engine.load(spread)
     with pytest.raises(engine.UnsupportedModelError, match=f"drafter {rule}"):
         engine.load(tiny("llama"), drafter=engine.DraftModel(spread))
+    with pytest.raises(engine.UnsupportedModelError, match=r"^drafter must .*, and none on 'meta', got \['meta'\]"):
+        check_supported(tiny("llama").to("meta"), "drafter")
+    stateful = tiny("llama")
+    stateful._is_stateful = True
+    with pytest.raises(engine.UnsupportedModelError, match="target of type 'llama' has recurrent state"):
+        engine.load(stateful)
+    unplaced = tiny("llama")
+    unplaced.model.forward = lambda input_ids, past_key_values: None  # type: ignore[union-attr]
+    with pytest.raises(engine.UnsupportedModelError, match="target of type 'llama' takes no position_ids"):
+        engine.load(unplaced)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -262,6 +288,19 @@ def test_padded_vocabularies(target: PreTrainedModel) -> None:
         assert llm.generate("abc", PARAMS).token_ids == greedy(target, [97, 98, 99], 6)
         with pytest.raises(ValueError, match="drafter must have the target's vocabulary"):
             engine.load(target, drafter=draft, tokenizer=tokenizer)
+
+
+def test_a_plus_in_a_path_object_is_part_of_its_name(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perturbed(target, 0.1).save_pretrained(tmp_path / "ngram+x")
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(engine.load(target, drafter=Path("ngram+x")).drafter, engine.DraftModel)
+
+
+def test_what_a_drafter_object_refuses_is_told_as_it_is(target: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"^exit_layer must be in \[1, 2\], got 99"):
+        engine.load(target, drafter=engine.LayerSkipDrafter(99))
 
 
 @pytest.mark.parametrize("prefix", ["", "staged:"])
@@ -326,6 +365,13 @@ def test_a_gguf_file_edited_in_place_is_converted_anew(source: Path, monkeypatch
     assert conversion.converted(source, torch.bfloat16, "target") != before
 
 
+def test_another_version_that_converts_otherwise_converts_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "_convert", lambda path, dtype, folder, role: stand_in(folder))
+    before = conversion.converted(source, torch.bfloat16, "target")
+    monkeypatch.setattr(conversion, "_FORMAT", conversion._FORMAT + 1)
+    assert conversion.converted(source, torch.bfloat16, "target") != before
+
+
 def test_a_large_file_is_read_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To find its conversion; and a copy of it has the same."""
     monkeypatch.setattr(conversion, "_convert", lambda path, dtype, folder, role: stand_in(folder))
@@ -376,6 +422,7 @@ def test_gguf_is_converted_once_and_mended(source: Path, monkeypatch: pytest.Mon
     damage("model.safetensors", b"Weights" * 1000)
     damage("config.json", None)
     damage("manifest.json", b"{")
+    damage("manifest.json", b"{}")
     damage("manifest.json", None)
     made.clear()
     for path in folder.iterdir():  # as of a cache folder that was copied
@@ -424,6 +471,16 @@ def test_a_cache_that_cannot_be_written_is_named(
     with pytest.raises(OSError, match=message) as caught:
         conversion.converted(source, torch.float16, "target")
     assert type(caught.value) is OSError  # and no FileNotFoundError, which is for what a user named
+
+
+def test_a_conversion_that_cannot_be_put_in_its_place(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(conversion, "_convert", lambda path, dtype, folder, role: stand_in(folder))
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match=f"cache, where.*{conversion.CACHE_VARIABLE}.*Permission denied"):
+        conversion.converted(source, torch.bfloat16, "target")
 
 
 def test_smollm2_is_not_converted_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,6 +636,9 @@ def test_a_vocabulary_of_sentencepiece_without_the_package_that_reads_it(
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
     with pytest.raises(ImportError, match=r"^target needs the packages sentencepiece and protobuf \(pip install "):
         engine.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')  # which needs neither
+    with pytest.raises(ValueError, match=f"^target must have an intact tokenizer; reading that of {tmp_path} failed"):
+        engine.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -603,8 +663,12 @@ def test_a_tokenizer_whose_tokens_have_all_been_added(tmp_path: Path) -> None:
     assert engine.load(tmp_path).generate("GATTACA", PARAMS).prompt_token_ids == [4, 2, 5, 5, 2, 3, 2]
 
 
-def test_a_vocabulary_of_mistral(tmp_path: Path) -> None:
-    """In tekken.json, and in no other file."""
+def test_a_vocabulary_of_mistral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tekken.json, and in no other file. Where mistral-common is installed it is not asked, as it has no chat template."""
+    read, asked = AutoTokenizer.from_pretrained, []
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda *args, **more: asked.append(more) or read(*args, **more)
+    )
     special = [dict(rank=rank, token_str=token, is_control=True) for rank, token in enumerate(("<unk>", "<s>", "</s>"))]
     vocab = [dict(rank=i, token_bytes=base64.b64encode(bytes([i])).decode(), token_str=None) for i in range(256)]
     sizes = dict(num_vocab_tokens=256, default_vocab_size=259, default_num_special_tokens=3)
@@ -613,6 +677,7 @@ def test_a_vocabulary_of_mistral(tmp_path: Path) -> None:
     tiny("mistral", dtype=torch.float32, vocab_size=259).save_pretrained(tmp_path)
     output = engine.load(tmp_path).generate("ab", PARAMS)
     assert output.prompt_token_ids[-2:] == [97 + 3, 98 + 3] and output.text is not None
+    assert [more["mistral_format"] for more in asked] == [False]
 
 
 def test_a_tokenizer_of_mistral_common() -> None:
@@ -641,6 +706,21 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found / "snapshots" / "abc"
 
 
+@pytest.fixture
+def online(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine fetches of me/tiny is what it asks for; without a network it is all that the cache has."""
+    fetched = tmp_path / "fetched"
+    fetched.mkdir()
+
+    def snapshot(repo: str, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
+        patterns = dict(allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        for name in filter_repo_objects([path.name for path in repository.iterdir()], **patterns):
+            shutil.copy(repository / name, fetched)
+        return str(fetched)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_hub_repository_without_a_tokenizer_takes_ids(name: str, repository: Path) -> None:
     model = tiny(name, dtype=torch.float32)
@@ -650,6 +730,16 @@ def test_hub_repository_without_a_tokenizer_takes_ids(name: str, repository: Pat
     assert llm.generate([5, 6, 7], PARAMS).token_ids == greedy(model, [5, 6, 7], 6)
     with pytest.raises(ValueError, match="tokenizer must have an intact tokenizer"):
         engine.load("me/tiny", tokenizer="me/tiny")
+
+
+@pytest.mark.usefixtures("online")
+def test_the_tokenizer_of_a_hub_repository_is_fetched_with_its_chat_template(repository: Path) -> None:
+    model, tokenizer = tiny("llama", dtype=torch.float32, vocab_size=VOCAB), byte_tokenizer()
+    model.save_pretrained(repository)
+    tokenizer.save_pretrained(repository)
+    assert (repository / "chat_template.jinja").exists()
+    ids = engine.load("me/tiny").generate([{"role": "user", "content": "hi"}], PARAMS).prompt_token_ids
+    assert tokenizer.decode(ids) == "user: hi\nassistant:"
 
 
 def test_revisions_of_a_hub_repository(repository: Path) -> None:
@@ -713,6 +803,7 @@ def test_what_configs_tell_is_judged_before_weights_are_read(
         engine.load(folder, **options)
 
 
+@pytest.mark.parametrize("network", ["offline", "online"])
 @pytest.mark.parametrize(
     ("files", "error", "message"),
     [
@@ -728,10 +819,14 @@ def test_hub_repositories_are_judged_as_folders_are(
     files: dict[str, str | None],
     error: type[Exception],
     message: str,
+    network: str,
     repository: Path,
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before their weights are fetched."""
+    if network == "online":
+        request.getfixturevalue("online")
     monkeypatch.setattr(checkpoints, "is_peft_available", lambda: False)
     tiny("llama").save_pretrained(repository)
     (repository / "model.safetensors").unlink()
@@ -764,7 +859,16 @@ def test_hub_ids_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.load("no/such", tokenizer="no/such")
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "mps", "meta"])
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is there")),
+        f"cuda:{torch.cuda.device_count()}",
+        "cuda:99",
+        "mps",
+        "meta",
+    ],
+)
 def test_devices_that_are_not_there_are_refused_before_weights_are_read(folder: Path, device: str) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=rf"device must be 'cpu' or one of the \d+ CUDA devices .* got '{device}'"):
@@ -781,3 +885,7 @@ def test_an_adapter_beside_the_weights_is_not_left_out(tmp_path: Path, monkeypat
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ImportError, match="target has an adapter beside its weights, which needs the package peft"):
         engine.load(tmp_path)
+    with_adapter = tiny()
+    monkeypatch.setattr("engine.checkpoints.is_peft_available", lambda: True)
+    monkeypatch.setattr("engine.checkpoints.whole_model", lambda *_, **more: with_adapter)
+    assert engine.load(tmp_path).target_model is with_adapter

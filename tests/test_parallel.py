@@ -18,6 +18,7 @@ from tiny_models import CONFIGS, greedy, perturbed, tiny
 from transformers import AutoConfig, GPTNeoXConfig, PreTrainedModel
 
 import engine
+from engine.packing import PackedLinear
 from engine.parallel import Ranks
 
 HERE = Path(__file__).resolve().parent
@@ -203,6 +204,16 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def test_one_process_reads_the_target_as_without_tensor_parallelism(
+    folder: Path, environment: pytest.MonkeyPatch
+) -> None:
+    """Its layers are whole, and packed."""
+    environment.setenv("WORLD_SIZE", "1")
+    environment.setattr(engine.parallel, "join", lambda: torch.device("cpu"))
+    llm = engine.load(folder / "target", dtype="float32", tensor_parallel=True)
+    assert any(isinstance(module, PackedLinear) for module in llm.target_model.modules())
+
+
 def test_outside_of_torchrun(folder: Path, environment: pytest.MonkeyPatch) -> None:
     environment.delenv("RANK")
     environment.delenv("MASTER_PORT")
@@ -216,6 +227,7 @@ def test_outside_of_torchrun(folder: Path, environment: pytest.MonkeyPatch) -> N
         (tiny("llama"), {}, "target must be a hub id or a folder .* got a live LlamaForCausalLM"),
         ("model.gguf", {}, "target must be a hub id or a folder .* got a GGUF file"),
         ("folder", {"device": "cpu"}, "device must be 'auto' for tensor_parallel"),
+        ("folder", {"compile": True}, "compile must be False with tensor_parallel"),
         ("folder", {"tensor_parallel": 2}, "tensor_parallel must be True or False, got 2"),
     ],
 )

@@ -457,6 +457,14 @@ def test_weights_that_lie_elsewhere_are_read_there(device: Device, what: str) ->
     assert after == llm.generate([5, 6, 7], params).token_ids != before
 
 
+def test_the_device_of_a_live_model_may_be_named_without_its_number(device: Device) -> None:
+    model = target().to("cuda")
+    for name in ("cuda", "cuda:0"):
+        assert engine.load(model, device=name).target_model is model
+    with pytest.raises(ValueError, match="device must be 'auto' for a live target, which is on cuda:0, got 'cuda:1'"):
+        engine.load(model, device="cuda:1")
+
+
 def test_exact_text_with_and_without_drafts(device: Device) -> None:
     """In bf16, where every rounding counts."""
     model = target(dtype=torch.bfloat16).to("cuda")

@@ -13,9 +13,16 @@ BEGIN, END = len(TOKENS) - 2, len(TOKENS) - 1
 
 
 def write(
-    path: Path, seed: int = 0, arch: str = "llama", tokenizer: bool = True, layers: bool = True, parts: int = 1
+    path: Path,
+    seed: int = 0,
+    arch: str = "llama",
+    tokenizer: bool = True,
+    layers: bool = True,
+    parts: int = 1,
+    tensors: bool = True,
 ) -> np.ndarray:
-    """Write a file, and return its embeddings, float32 [tokens, SIZE]. What is left out: its tokenizer, its number of layers."""
+    """Write a file, and return its embeddings, float32 [tokens, SIZE]. What is left out: its tokenizer, its number of layers,
+    all tensors."""
     writer = GGUFWriter(path, arch)
     writer.add_context_length(64)
     if layers:
@@ -41,7 +48,8 @@ def write(
 
     def add(name: str, *shape: int) -> np.ndarray:
         tensor: Any = generator.normal(scale=0.3, size=shape).astype(np.float32)
-        writer.add_tensor(f"{name}.weight", tensor)
+        if tensors:
+            writer.add_tensor(f"{name}.weight", tensor)
         return np.asarray(tensor)
 
     embeddings = add("token_embd", len(TOKENS), SIZE)
