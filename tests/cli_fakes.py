@@ -29,6 +29,7 @@ class FakeEngine:
         self.target_model = torch.nn.Linear(1, 1)  # has no device of its own; see the fixture
         self.asked: list[Any] = []
         self.params: Any = None
+        self.progress = False
 
     def output(self, prompt: Any) -> Output:
         self.asked.append(prompt)
@@ -46,7 +47,7 @@ class FakeEngine:
         """All prompts are good here."""
 
     def generate(self, prompts: Any, params: Any = None, progress: bool = False, on_output: Any = None) -> Any:
-        self.params = params
+        self.params, self.progress = params, progress
         if isinstance(prompts, str) or isinstance(prompts[0], dict):
             return self.output(prompts)
         outputs = [self.output(prompt) for prompt in prompts]

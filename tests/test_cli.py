@@ -7,7 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import cli_fakes
 import pytest
 import torch
 from cli_fakes import FakeEngine, json_lines, pipe
+from transformers.utils import logging
 
 import engine
-from engine import cli, default_model, terminal
+from engine import cli, cli_output, default_model, terminal
 from engine.errors import EngineError, InvalidLogitsError
 from engine.training.options import METHODS, TrainingOptions
 
@@ -119,6 +121,36 @@ def test_generate_several_prompts(engines: list[FakeEngine], capsys: pytest.Capt
     assert engines[0].asked == [[{"role": "user", "content": "a b"}], [{"role": "user", "content": "c"}]]
 
 
+def test_several_prompts_have_a_bar_above_which_their_texts_are_written(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def above() -> Iterator[None]:
+        print("<")
+        yield
+        print(">")
+
+    monkeypatch.setattr(cli_output.tqdm, "external_write_mode", above)
+    assert cli.main(["generate", "-t", "model", "a", "b"]) == 0
+    assert engines[0].progress and capsys.readouterr().out == "<\n--- 1 ---\nA\n>\n<\n--- 2 ---\nB\n>\n"
+    assert cli.main(["generate", "-t", "model", "--json", "a"]) == 0
+    assert not engines[1].progress
+
+
+@pytest.mark.parametrize("on_a_terminal", [False, True])
+def test_a_terminal_shows_the_statistics_of_a_single_prompt(
+    on_a_terminal: bool,
+    engines: list[FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_a_terminal)
+    assert cli.main(["generate", "-t", "model", "a b"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "A B\n"
+    assert ("4 tokens, 4.0 tokens/s, acceptance 50%" in captured.err) == on_a_terminal
+
+
 def test_escape_codes_of_several_prompts(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +203,8 @@ def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
         ("p.txt", "one\n\ntwo {}\n", ["one", "two {}"]),
         ("p.jsonl", '{"prompt": "one"}\n{"turns": ["two", "x"]}\n', ["one", "two"]),
         ("p.jsonl", '{"prompt": null, "turns": ["one"]}\n', ["one"]),
+        ("p.jsonl", '{"prompt": "one", "turns": ["two"]}\n', ["one"]),
+        ("p.jsonl", '{"prompt": "one", "tools": "[]"}\n{"prompt": "two", "tools": null}\n', ["one", "two"]),
         ("p.jsonl", '{"messages": [{"role": "user", "content": "hi"}]}\n', [[{"role": "user", "content": "hi"}]]),
         ("p.txt", '{"prompt": "one\\nmore"}\n', ["one\nmore"]),
         ("p.txt", "\ufeffa\u2028b\x0cc\x85d\r\ne", ["a\u2028b\x0cc\x85d", "e"]),  # only line feeds end lines
@@ -220,6 +254,7 @@ def test_white_space_of_standard_input_is_part_of_the_prompt(
         ("generate -t model --unheard-of x", 2, "--unheard-of"),
         ("generate -t model -f missing.txt", 2, "prompts must be in a file, got 'missing.txt', which does not exist"),
         ("generate -t model -f {bad} ", 2, 'bad.jsonl:2 must be a JSON object with a string "prompt"'),
+        ("generate -t model -f {silent}", 2, 'silent.jsonl:1 must be a JSON object with a string "prompt"'),
         ("generate -t model -f {tools}", 2, "tools.jsonl:1 must have no tools, which are not rendered"),
         ("generate -t model -f {empty}", 2, "must hold at least one prompt"),
         ("generate -t model -f {no_prompt}", 2, "no_prompt.jsonl:2 must hold a prompt that is not empty, got ''"),
@@ -248,6 +283,8 @@ def test_bad_input_gives_one_line(
     files = {"bad": tmp_path / "bad.jsonl", "empty": tmp_path / "empty.txt", "folder": tmp_path}
     files |= {"latin": tmp_path / "latin.txt", "deep": tmp_path / "deep.jsonl", "list": tmp_path / "list.json"}
     files["list"].write_text('[\n {"prompt": "one"},\n {"prompt": "two"}\n]\n')
+    files["silent"] = tmp_path / "silent.jsonl"
+    files["silent"].write_text('{"messages": []}\n')
     files["tools"] = tmp_path / "tools.jsonl"
     files["tools"].write_text('{"prompt": "hi", "tools": [{"name": "clock"}]}\n')
     files["object"] = tmp_path / "object.json"
@@ -571,13 +608,31 @@ def test_train_refuses_bad_input_in_one_line(
 
 
 def test_what_train_prints_can_be_pasted(
-    trainings: list[tuple[Any, Path, TrainingOptions]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trainings: list[tuple[Any, Path, TrainingOptions]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     prompts, out = tmp_path / "prompts", tmp_path / "my out"
     prompts.write_text("a\nb\n")
     assert cli.main(["train", "mlp", "-t", "my model", "--prompts", str(prompts), "--out", str(out)]) == 0
     words = shlex.split(capsys.readouterr().out)
     assert words[-4:] == ["--target", "my model", "--drafter", str(out)]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "mlp", "-t", "model", "--prompts", str(prompts), "--out", "suffix"]) == 0
+    assert shlex.split(capsys.readouterr().out)[-1] == "./suffix"  # and no drafter that has this name
+
+
+def test_a_target_that_is_downloaded_for_a_training_has_a_bar(
+    trainings: list[tuple[Any, Path, TrainingOptions]], tmp_path: Path
+) -> None:
+    """And none that is read from a folder, whose bar would be one among those of the training."""
+    (tmp_path / "prompts").write_text("a\nb\n")
+    for target, shown in ((str(tmp_path), False), ("model", True)):
+        logging.enable_progress_bar()
+        command = ["train", "mlp", "-t", target, "--prompts", str(tmp_path / "prompts"), "--out", str(tmp_path / "out")]
+        assert cli.main(command) == 0
+        assert logging.is_progress_bar_enabled() == shown
 
 
 def test_a_training_that_is_interrupted_says_how_to_go_on(
