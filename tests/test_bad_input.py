@@ -245,7 +245,8 @@ def test_prompts(target: PreTrainedModel, prompts: Any, message: str) -> None:
             llm.generate(prompts)
         with pytest.raises(ValueError, match=message):
             llm.check(prompts)
-        with pytest.raises(ValueError):
+        alone = message.replace(r"prompts\[0\]", "^prompt")
+        with pytest.raises(ValueError, match=rf"{alone}|^prompt must be one prompt, got a list of [12]: use generate"):
             llm.stream(prompts)
     finally:
         hook.remove()

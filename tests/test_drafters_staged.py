@@ -165,6 +165,7 @@ def test_greedy_text_is_the_targets(
     prompts = random_prompts(7)
     outputs = llm.generate(prompts, engine.SamplingParams(max_new_tokens=20))
     assert [output.token_ids for output in outputs] == [greedy(target, prompt, 20) for prompt in prompts]
+    assert llm.stats.draft_tokens > 0 or num_draft_tokens == "auto"
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

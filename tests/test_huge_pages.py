@@ -19,9 +19,9 @@ SMAPS = """\
 555500000000-555501000000 r-xp 00000000 fe:00 260386                     /usr/bin/python3
 Size:              16384 kB
 Rss:               16384 kB
-5555000ff000-555500800000 rw-p 00000000 00:00 0                          [heap]
-Size:               7172 kB
-Rss:                7000 kB
+5555000ff000-555500900000 rw-p 00000000 00:00 0                          [heap]
+Size:               8196 kB
+Rss:                8000 kB
 7f0000000000-7f0000400000 rw-p 00000000 00:00 0
 Size:               4096 kB
 Rss:                2048 kB
@@ -34,6 +34,12 @@ Rss:                4096 kB
 7f0003000000-7f0003400000 rw-s 00000000 00:01 5                          /dev/shm/x
 Size:               4096 kB
 Rss:                4096 kB
+7f0004000000-7f0004400000 rw-s 00000000 00:00 0
+Size:               4096 kB
+Rss:                4096 kB
+7f0005000000-7f0005200000 rw-p 00000000 00:00 0                          [anon: glibc: malloc arena]
+Size:               2048 kB
+Rss:                2048 kB
 7ffc00000000-7ffc00400000 rw-p 00000000 00:00 0                          [stack]
 Size:               4096 kB
 Rss:                4096 kB
@@ -51,9 +57,9 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_whole_pages_of_memory_that_is_there() -> None:
-    """Not what is a file's, shared or a stack, and no mapping half of which has no memory."""
+    """Not what is a file's, shared or a stack, no mapping half of which has no memory, and none beyond the end of one."""
     heap = [0x555500200000, 0x555500400000, 0x555500600000]
-    assert list(huge_pages._addresses(SMAPS, PAGE)) == [*heap, 0x7F0001000000]
+    assert list(huge_pages._addresses(SMAPS, PAGE)) == [*heap, 0x7F0001000000, 0x7F0005000000]
 
 
 def weights(size: int) -> nn.Module:

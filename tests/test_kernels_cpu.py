@@ -129,7 +129,7 @@ def test_packed_rows_that_are_missing(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("beyond", [2, -3])
+@pytest.mark.parametrize("beyond", [1, 2, -3])
 def test_packed_rows_beyond_all(beyond: int, method: str) -> None:
     """Loops would read what lies behind or before them in memory, and an index from the end of them."""
     packed = pack(verify_case(generator(13), 4, 3, 900, 900), (4, 4, 4, 4), before=0, behind=0)

@@ -1,6 +1,7 @@
 """Drawing by inversion on a CPU: the token in whose share of [0, 1) the random number lies, and its law."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from engine.kernels.ops import sample_by_inversion
 from engine.kernels.records import Draws
 from engine.kernels.rows import Rows
 
+cpu = pytest.importorskip("engine.kernels.cpu", reason="needs Numba", exc_type=ImportError)
 cpu_loops = pytest.importorskip("engine.kernels.cpu_loops", reason="needs Numba", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 COUNT = 200_000
@@ -90,7 +92,13 @@ def test_rows_do_not_depend_on_their_neighbours(filtered: bool) -> None:
     )
 
 
-def test_rows_that_are_no_distribution() -> None:
+def test_rows_that_are_no_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token, and a log-probability of 0, whatever was in memory before."""
+
+    def full(shape: Any, dtype: type) -> Any:
+        return np.full(shape, np.nan if np.issubdtype(dtype, np.floating) else 1, dtype)
+
+    monkeypatch.setattr(cpu, "np", SimpleNamespace(**vars(np) | {"empty": full}))
     logits = torch.zeros(4, 1, 9)
     logits[0, 0, 3], logits[1], logits[2, 0, 5] = torch.nan, -torch.inf, torch.inf
     rows = random_rows(4, torch.Generator().manual_seed(5))
@@ -98,6 +106,7 @@ def test_rows_that_are_no_distribution() -> None:
         temperature = torch.full((4,), value)
         draws, expected = sampled(logits, temperature, **rows), reference.sample(logits, temperature, **rows)
         assert (draws.tokens[:3] == -1).all() and draws.tokens[3] >= 0
+        assert (draws.logprobs[:3] == 0).all() and torch.isfinite(draws.logprobs[3])
         assert torch.equal(draws.tokens < 0, expected.tokens < 0)
         torch.testing.assert_close(draws.stats.lse, expected.stats.lse, equal_nan=True)
 

@@ -85,6 +85,17 @@ def test_what_a_row_gives_does_not_depend_on_its_place_or_on_the_others(fbgemm: 
     assert packed.multiply(x)[:3].equal(whole[:3])
 
 
+def test_one_or_two_rows_that_are_left_over_become_three(fbgemm: type[FBGEMM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind six or more, whatever the processor makes of two."""
+    seen: list[int] = []
+    product = fbgemm._product
+    monkeypatch.setattr(fbgemm, "_product", lambda self, x: seen.append(x.numel() // 8) or product(self, x))
+    packed = fbgemm(torch.ones(4, 8).bfloat16(), None)
+    given = [1, 2, 6, 7, 8, 9, 12, 13, 14, 15, 61, 62]
+    assert [len(packed.multiply(torch.ones(rows, 8).bfloat16())) for rows in given] == given
+    assert seen == [1, 2, 6, 9, 9, 9, 12, 15, 15, 15, 63, 63]
+
+
 @pytest.mark.usefixtures("no_bfloat16")
 def test_a_layout_whose_rows_depend_on_their_place_is_not_taken(
     fbgemm: type[FBGEMM], monkeypatch: pytest.MonkeyPatch
@@ -94,6 +105,12 @@ def test_a_layout_whose_rows_depend_on_their_place_is_not_taken(
         fbgemm, "multiply", lambda self, x: multiply(self, x) * (1 + torch.arange(len(x))[:, None] / 100)
     )
     assert layout_of.__wrapped__(torch.bfloat16) is not fbgemm
+
+
+def test_a_layout_that_gives_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = RowMajor.multiply
+    monkeypatch.setattr(RowMajor, "multiply", lambda self, x: 2 * multiply(self, x))
+    assert layout_of.__wrapped__(torch.float32) is None
 
 
 def test_a_layout_that_cannot_be_had_is_named(

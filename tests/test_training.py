@@ -334,7 +334,12 @@ def test_an_answer_that_was_cut_off(target: Path, whole: Path, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("no_plot")
-def test_a_finished_run_is_left_as_it_is(target: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_left_as_it_is(
+    target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is done again, though it would come to the same."""
+    for owner, name in ((engine.Engine, "generate"), (hidden.KeptTexts, "write"), (loop._Run, "step")):
+        monkeypatch.setattr(owner, name, lambda *_, **more: pytest.fail("it was done again"))
     out = copy_of(whole, tmp_path / "out")
     train_drafter(PROMPTS, out, options(target))
     assert_same(out, whole)
