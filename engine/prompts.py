@@ -6,6 +6,7 @@ from transformers import BatchEncoding
 
 from .config import is_int
 
+_PROBE = "a part of a message"
 _COMPOSED = (str, list, tuple, dict, BatchEncoding)  # what is no token id, and was not meant as one
 
 
@@ -136,8 +137,11 @@ def _render_chat(messages: list[dict[str, Any]], name: str, tokenizer: Any) -> l
             )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{name} holds chat messages, but the tokenizer has no chat template: pass text instead")
-    if any(_is_text_parts(message.get("content")) for message in messages) and not _renders_parts(tokenizer):
+    contents = [message.get("content") for message in messages]
+    if any(map(_is_text_parts, contents)) and not _renders_parts(tokenizer):
         messages = [{**message, "content": _joined(message.get("content"))} for message in messages]
+    elif any(isinstance(each, str) for each in contents) and not _renders_strings(tokenizer):
+        messages = [{**message, "content": _in_parts(message.get("content"))} for message in messages]
     begun = messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
@@ -161,17 +165,31 @@ def _is_text_parts(content: Any) -> bool:
 
 def _renders_parts(tokenizer: Any) -> bool:
     """Whether the chat template knows what to do with such a list; one that does not fails, or prints it as it is."""
-    probe = "a part of a message"
-    messages = [{"role": "user", "content": [{"type": "text", "text": probe}]}]
+    text = _rendered(tokenizer, [{"type": "text", "text": _PROBE}])
+    return _PROBE in text and "'type'" not in text and '"type"' not in text
+
+
+def _renders_strings(tokenizer: Any) -> bool:
+    """Whether the chat template shows a content that is a string. Some of models that take images show lists alone."""
+    return _PROBE in _rendered(tokenizer, _PROBE) or not _renders_parts(tokenizer)
+
+
+def _rendered(tokenizer: Any, content: Any) -> str:
+    """A message with this content; empty where the chat template fails."""
+    messages = [{"role": "user", "content": content}]
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception:  # of many kinds, as templates are programs
-        return False
-    return probe in text and "'type'" not in text and '"type"' not in text
+        return ""
+    return text
 
 
 def _joined(content: Any) -> Any:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _in_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def check_unicode(text: str, name: str) -> None:

@@ -232,6 +232,25 @@ def test_parts_of_a_message_go_to_templates_that_know_them(target: PreTrainedMod
     assert bytes(found).decode() == expected.get(name, "user: Read this:\nit\n")
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_strings_go_to_templates_that_know_parts_alone(target: PreTrainedModel, name: str) -> None:
+    """Which show nothing of a string, as those of some models that take images."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    llm, params = engine.load(target, tokenizer=tokenizer), engine.SamplingParams(max_new_tokens=1)
+    chat = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "A story"}]
+    expected = {
+        "parts": ("user: <Go on>", "assistant: <A story"),
+        "either": ("user: Go on", "assistant: A story"),
+        "json": ('user: "Go on"\n', 'assistant: "A story'),
+    }
+    first, last = expected.get(name, ("user: Go on\n", "assistant: A story"))
+    for messages, text in ((chat[:1], first), (chat, first + last)):
+        found = bytes(llm.generate(messages, params).prompt_token_ids).decode()
+        assert found.rstrip() == text.rstrip()
+    assert chat[0] == {"role": "user", "content": "Go on"}
+
+
 def test_calls_of_tools_need_no_content(target: PreTrainedModel) -> None:
     """As in chats of other servers."""
     tokenizer = byte_tokenizer()
