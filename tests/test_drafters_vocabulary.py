@@ -84,6 +84,30 @@ def test_added_tokens_are_spelled_as_they_are() -> None:
     assert forms[TokenForm("éé".encode(), False)] == VOCAB and TokenForm(b"\xe9\xe9", False) not in forms
 
 
+def test_added_tokens_of_sentencepiece_are_spaces() -> None:
+    """As Gemma has them, in its vocabulary and among the added tokens."""
+    ours = sentencepiece_like()
+    ours.add_tokens(["▁▁"])
+    forms = token_forms(ours, 10**6)
+    assert forms[TokenForm(b"  ", False)] == len(ours) - 1 and ours.decode([len(ours) - 1]) == "  "
+
+
+def placed(words: list[str], model: Any, decoder: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of these words, in which what a token stands for depends on its place."""
+    tokenizer = Tokenizer(model({word: i for i, word in enumerate(words)}))
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_tokens_whose_text_depends_on_their_place_are_not_shared() -> None:
+    """Those of WordPiece stand for a word, with the space before it; but two such vocabularies share what is spelled alike."""
+    letters = list("abcdefgh")
+    pieces = placed([*letters, "##a", "##b"], models.WordPiece, decoders.WordPiece())
+    plain, others = spelling("".join(letters)), placed(["##b", *letters[::-1]], models.WordPiece, decoders.WordPiece())
+    assert SharedVocabulary(pieces, plain, 100, 100).share == SharedVocabulary(plain, pieces, 100, 100).share == 0
+    assert SharedVocabulary(pieces, others, 100, 100).share == 1
+
+
 def test_ids_beyond_the_models_are_not_shared() -> None:
     ours, theirs = sentencepiece_like(), byte_tokenizer()
     shared = SharedVocabulary(ours, theirs, 100, 60)
@@ -371,6 +395,16 @@ def test_the_end_of_a_text_is_seen_through_characters_of_several_tokens() -> Non
     tokenizer, euro = byte_tokenizer(), list("a€".encode())
     assert last_text(tokenizer, euro) == "a€"
     assert last_text(tokenizer, euro[:-1]) is None  # half a character
+
+
+@pytest.mark.parametrize("text", ["தமிழ்மொழி" * 2, "a€" * 20, "😀é" * 10], ids=["of 3 bytes", "mixed", "of 4 and 2"])
+def test_the_end_of_a_text_is_seen_through_a_long_run_of_bytes(text: str) -> None:
+    """A decoder shows none of a run that begins within a character."""
+    tokenizer = sentencepiece_like()
+    for end in range(1, len(text)):
+        ids, more = encode(tokenizer, text[:end]), encode(tokenizer, text[: end + 1])
+        assert (last_text(tokenizer, ids) or "").endswith(text[max(end - 4, 0) : end])
+        assert decode_after(tokenizer, ids, more[len(ids) :]) == text[end]
 
 
 def test_a_tokenizer_of_which_the_other_is_the_beginning_is_another_one() -> None:

@@ -30,7 +30,7 @@ class ReencodingDraftModel:
     join the beginning of the continuation with the end of the text. Special tokens are taken over where both vocabularies
     have one of that name.
 
-    Each round, the host decodes and encodes the whole text since the last special token that both have (milliseconds for
+    Each round, the host decodes and encodes the whole text since the target's last special token (milliseconds for
     thousands of tokens): rounds wait for the device. The model's own work is captured in CUDA graphs.
 
     Args:

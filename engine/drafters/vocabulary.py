@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..detokenize import INCOMPLETE, decode
+from ..detokenize import CHARACTER_BYTES, INCOMPLETE, decode
 
 _CONTEXT = 16  # tokens before a piece that decide where its tokens begin
+_SAMPLE = 64  # shared tokens whose texts are compared
 _SPACE = "▁"
 _SINGLE_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -28,6 +29,9 @@ class TokenForm(NamedTuple):
 class SharedVocabulary:
     """The tokens that are the same in a drafter's and in a target's vocabulary.
 
+    None are if those that are spelled alike add other texts in one than in the other: in some vocabularies, as of WordPiece, what a
+    token stands for depends on those beside it.
+
     Args:
         drafter, target: `transformers` tokenizers.
         drafter_size, target_size: ids that the models have logits for; ids beyond have no counterpart.
@@ -40,6 +44,8 @@ class SharedVocabulary:
     def __init__(self, drafter: Any, target: Any, drafter_size: int, target_size: int) -> None:
         drafter_forms, target_forms = token_forms(drafter, drafter_size), token_forms(target, target_size)
         pairs = sorted((target_forms[form], drafter_forms[form]) for form in target_forms.keys() & drafter_forms.keys())
+        if not _add_the_same_text(drafter, target, pairs):
+            pairs = []
         self.drafter_ids = torch.tensor([pair[1] for pair in pairs], dtype=torch.int64)
         self.target_ids = torch.tensor([pair[0] for pair in pairs], dtype=torch.int64)
         self.share = len(pairs) / max(min(len(drafter_forms), len(target_forms)), 1)
@@ -72,8 +78,8 @@ def token_forms(tokenizer: Any, vocab_size: int) -> dict[TokenForm, int]:
     """
     vocab: dict[str, int] = tokenizer.get_vocab()
     special = special_ids(tokenizer)
-    literal = special.union(tokenizer.added_tokens_decoder)  # these are spelled as they are
     is_byte_level = _is_byte_level(vocab)
+    literal = special.union(tokenizer.added_tokens_decoder if is_byte_level else ())  # these are spelled as they are
     forms: dict[TokenForm, int] = {}
     for word, token in sorted(vocab.items(), key=lambda item: (_SINGLE_BYTE.fullmatch(item[0]) is not None, item[1])):
         content = word.encode() if token in literal else _content(word, is_byte_level)
@@ -104,8 +110,8 @@ def decode_after(tokenizer: Any, context: Sequence[int], ids: Sequence[int]) -> 
 
     Only the end of the context counts: some decoders treat the first token of a text apart.
     """
-    context = list(context[-_CONTEXT:])
-    before, whole = decode(tokenizer, context), decode(tokenizer, [*context, *ids])
+    context, before = _end_of(tokenizer, context)
+    whole = decode(tokenizer, [*context, *ids])
     text = whole[len(before) :] if whole.startswith(before) else decode(tokenizer, list(ids))
     return text.rstrip(INCOMPLETE)
 
@@ -118,8 +124,32 @@ def encode_after(tokenizer: Any, context: str, text: str) -> list[int] | None:
 
 def last_text(tokenizer: Any, ids: Sequence[int]) -> str | None:
     """Some text from the end of these tokens, up to their last one; None in the middle of a character."""
-    text = decode(tokenizer, list(ids[-_CONTEXT:]))
+    _, text = _end_of(tokenizer, ids)
     return None if text.endswith(INCOMPLETE) else text
+
+
+def _end_of(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], str]:
+    """The last tokens, and their text. They begin where a character does, as some decoders spoil all bytes behind half a one."""
+    end, text = [], ""
+    for count in range(_CONTEXT, _CONTEXT + CHARACTER_BYTES):
+        end = list(ids[-count:])
+        text = decode(tokenizer, end)
+        if not text.startswith(INCOMPLETE):
+            break
+    return end, text
+
+
+def _add_the_same_text(drafter: Any, target: Any, pairs: Sequence[tuple[int, int]]) -> bool:
+    """Whether most of these pairs of target and drafter ids add the same text behind a letter."""
+    letters = (pair for pair in pairs if decode(target, [pair[0]]).strip().isalpha())
+    if (letter := next(letters, None)) is None:
+        return True
+    sample = pairs[:: -(-len(pairs) // _SAMPLE)]
+    of_target = [decode_after(target, letter[:1], pair[:1]) for pair in sample]
+    of_drafter = [decode_after(drafter, letter[1:], pair[1:]) for pair in sample]
+    # Special tokens and parts of characters add none.
+    alike = [ours == theirs for ours, theirs in zip(of_target, of_drafter, strict=True) if ours or theirs]
+    return 2 * sum(alike) >= len(alike)
 
 
 def _is_byte_level(vocab: dict[str, int]) -> bool:
