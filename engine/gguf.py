@@ -63,7 +63,7 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
             logger.warning("the converted checkpoint %s is damaged: converting it again from %s", folder, path)
         made = Path(scratch) / "checkpoint"
         _convert(path, dtype, made, role)
-        if _state(path) != state:
+        if not path.exists() or _state(path) != state:
             raise ValueError(f"{role} must not change while it is converted, got {path}, which did")
         _write_manifest(made)
         for file in made.iterdir():  # safetensors 0.8 makes files that their owner alone can read

@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +62,6 @@ def hub_errors() -> tuple[type[Exception], ...]:
     return OSError, HTTPError
 
 
-@contextmanager
-def naming_errors(source: str, role: str) -> Iterator[None]:
-    """The errors of an inaccessible hub id are OSErrors that name it, and the argument."""
-    try:
-        yield
-    except hub_errors() as error:
-        if user_path(source).exists():
-            raise
-        names = ", ".join(("ngram", "suffix", "layer_skip:N", "staged:MODEL", *head_names(), "ngram+X", "suffix+X"))
-        others = f"\n(Or one of the names {names}.)" if role == "drafter" else ""
-        raise OSError(
-            f"{role} must be an existing path or an accessible hub id, got {source!r}: {error}{others}"
-        ) from error
-
-
 def files_of(source: str, role: str) -> Path:
     """The folder with all of a checkpoint but its weights: a path as it is, or what the hub has of an id, in the cache.
 
@@ -105,11 +89,15 @@ def fetched(source: str, role: str, patterns: Sequence[str], ignored: Sequence[s
             super().__init__(*args, **options | {"disable": True})
 
     repository, revision = split_revision(source)
-    bars: dict[str, Any] = {} if shown else {"tqdm_class": Hidden}
-    ignored = ["*/*", *ignored]
-    with naming_errors(source, role):
-        return Path(
-            snapshot_download(
-                repository, revision=revision, allow_patterns=[*patterns], ignore_patterns=ignored, **bars
-            )
-        )
+    chosen: dict[str, Any] = {"allow_patterns": [*patterns], "ignore_patterns": ["*/*", *ignored]}
+    if not shown:
+        chosen["tqdm_class"] = Hidden
+    try:
+        folder: str = snapshot_download(repository, revision=revision, **chosen)
+    except hub_errors() as error:
+        names = ", ".join(("ngram", "suffix", "layer_skip:N", "staged:MODEL", *head_names(), "ngram+X", "suffix+X"))
+        others = f"\n(Or one of the names {names}.)" if role == "drafter" else ""
+        raise OSError(
+            f"{role} must be an existing path or an accessible hub id, got {source!r}: {error}{others}"
+        ) from error
+    return Path(folder)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from torch import nn
 
+from .packing import PackedLinear
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ENGINE_HUGE_PAGES"  # 0: never
@@ -58,8 +60,9 @@ class HugePages:
 
 def huge_pages_for(model: nn.Module) -> HugePages | None:
     """None: for a model on another device, a small one, or where there are no such pages."""
-    tensors = [*model.parameters(), *model.buffers()]
-    size = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]  # these have no parameters
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
+    size += sum(module.nbytes for module in packed if module.product.device.type == "cpu")
     if size < LEAST_WEIGHTS or os.environ.get(VARIABLE) == "0" or not _SIZE.exists():
         return None
     return None if "[never]" in _ENABLED.read_text() else HugePages()

@@ -48,6 +48,11 @@ class PackedLinear(nn.Module):
         weight = self.product.weight(self._index)
         return weight.T.contiguous() if self._transposed else weight
 
+    @property
+    def nbytes(self) -> int:
+        """Of the weight."""
+        return self.in_features * self.out_features * self.product.dtype.itemsize
+
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]; part of a larger tensor where siblings are computed together."""
         return self.product(input, self._index)
@@ -118,6 +123,16 @@ class Product:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.number()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self._like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self._like.device
 
     def __call__(self, input: Tensor, index: int) -> Tensor:
         kept = self._kept  # read once: another thread may be at work

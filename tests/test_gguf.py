@@ -100,7 +100,14 @@ def test_a_file_that_changes_meanwhile(cache: Path, tmp_path: Path, monkeypatch:
         os.replace(other, path)
         convert(*args)
 
+    def convert_and_remove(*args: Any) -> None:
+        convert(*args)
+        path.unlink()
+
     monkeypatch.setattr(conversion, "_convert", convert_another)
+    with pytest.raises(ValueError, match=r"target must not change while it is converted, got .*model\.gguf"):
+        load(path)
+    monkeypatch.setattr(conversion, "_convert", convert_and_remove)
     with pytest.raises(ValueError, match=r"target must not change while it is converted, got .*model\.gguf"):
         load(path)
     assert conversions(cache) == []

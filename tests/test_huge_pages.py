@@ -13,6 +13,7 @@ from torch import nn
 import engine
 from engine import huge_pages
 from engine.huge_pages import FIRST_ROUND, HugePages, huge_pages_for
+from engine.packing import PackedLinear
 
 PAGE = 2 << 20
 SMAPS = """\
@@ -70,6 +71,9 @@ def test_for_which_models(settings: Path) -> None:
     large = weights(huge_pages.LEAST_WEIGHTS)
     assert isinstance(huge_pages_for(large), HugePages)
     assert huge_pages_for(weights(huge_pages.LEAST_WEIGHTS >> 1)) is None
+    packed = nn.Sequential(weights(huge_pages.LEAST_WEIGHTS), nn.ReLU())
+    packed[0] = PackedLinear(packed[0])
+    assert isinstance(huge_pages_for(packed), HugePages)
     assert huge_pages_for(large.to("meta")) is None
 
 
