@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engine.whole_files import written_whole
+from engine.atomic_files import written_whole
 
 
 def check_out(file: Path) -> None:

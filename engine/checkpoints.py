@@ -15,9 +15,9 @@ from .cpu_layers import fuse_cpu_layers
 from .errors import UnsupportedModelError
 from .gguf import converted
 from .hub import existing_path, files_of, hub_errors
+from .model_support import check_config
 from .packing import pack_linears
 from .pretrained import whole_model
-from .support import check_config
 
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 _VOCABULARIES = ("tokenizer.json", *_SENTENCEPIECE, "vocab.json", "vocab.txt", "tekken.json")

@@ -8,9 +8,9 @@ from typing import Any
 
 VERIFICATION_METHODS = ("rejection", "block", "coupled")
 GREEDY_BELOW = 1e-5  # temperature
-HOTTEST = 3e38  # temperature, which is a float32
-LARGEST_INT = 2**63 - 1
-LARGEST_BATCH = 2**16 - 1  # of the kernels' grids
+MAX_TEMPERATURE = 3e38  # temperature, which is a float32
+MAX_INT = 2**63 - 1
+MAX_BATCH_SIZE = 2**16 - 1  # of the kernels' grids
 
 
 def is_int(value: Any) -> bool:
@@ -19,7 +19,7 @@ def is_int(value: Any) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def check_int(name: str, value: Any, minimum: int, maximum: int | None = None, limit: int = LARGEST_INT) -> int:
+def check_int(name: str, value: Any, minimum: int, maximum: int | None = None, limit: int = MAX_INT) -> int:
     """`value` as an int.
 
     Args:
@@ -71,7 +71,7 @@ def is_number(value: Any) -> bool:
 
 def is_temperature(value: Any) -> bool:
     """Whether it is a number from 0 to the hottest temperature."""
-    return is_number(value) and 0 <= value <= HOTTEST
+    return is_number(value) and 0 <= value <= MAX_TEMPERATURE
 
 
 def _check_float(name: str, value: Any, rule: str, allowed: bool) -> float:
@@ -144,14 +144,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         t, p, m = self.temperature, self.top_p, self.min_p
-        temperature = _check_float("temperature", t, f"a finite number >= 0 and <= {HOTTEST:g}", is_temperature(t))
+        temperature = _check_float(
+            "temperature", t, f"a finite number >= 0 and <= {MAX_TEMPERATURE:g}", is_temperature(t)
+        )
         checked: dict[str, Any] = {
             "temperature": temperature if temperature >= GREEDY_BELOW else 0.0,
             "top_k": check_int("top_k", self.top_k, 0),
             "top_p": _check_float("top_p", p, "in (0, 1]", is_number(p) and 0 < p <= 1),
             "min_p": _check_float("min_p", m, "in [0, 1]", is_number(m) and 0 <= m <= 1),
             "max_new_tokens": check_int("max_new_tokens", self.max_new_tokens, 1),
-            "seed": None if self.seed is None else check_int("seed", self.seed, 0, LARGEST_INT),
+            "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_INT),
         }
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
@@ -199,7 +201,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_bool("compile", self.compile)
-        checked = {"max_batch_size": check_int("max_batch_size", self.max_batch_size, 1, limit=LARGEST_BATCH)}
+        checked = {"max_batch_size": check_int("max_batch_size", self.max_batch_size, 1, limit=MAX_BATCH_SIZE)}
         if is_int(self.num_draft_tokens):
             checked["num_draft_tokens"] = check_int("num_draft_tokens", self.num_draft_tokens, 0)
         elif not isinstance(self.num_draft_tokens, str) or self.num_draft_tokens != "auto":

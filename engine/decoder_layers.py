@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import UnsupportedModelError
-from .support import beyond_rounding
+from .model_support import beyond_rounding
 
 
 class DecoderLayers:

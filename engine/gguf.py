@@ -23,10 +23,10 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
+from .atomic_files import written_whole
 from .hub import user_path
+from .model_support import check_config
 from .pretrained import whole_model
-from .support import check_config
-from .whole_files import written_whole
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from .engine import Engine
 from .loading import load
 from .metrics import expected_speedup
 from .model import attention_masks
+from .model_support import TESTED, windows
 from .packing import PackedLinear
-from .support import TESTED, windows
 
 _HEAD_ROWS = 256  # that go through the head at once
 

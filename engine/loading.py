@@ -17,7 +17,7 @@ from .drafters.by_tokenizer import check_draft_model, draft_model
 from .drafters.named import STAGED, named, split_stages
 from .drafters.reencoding import ReencodingDraftModel
 from .engine import Engine
-from .support import context_length
+from .model_support import context_length
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -17,7 +17,7 @@ from .errors import UnsupportedModelError
 from .gpu_layers import fuse_gpu_layers
 from .graphs import Graphs
 from .hidden_states import HiddenStates
-from .support import (
+from .model_support import (
     OWN_MASK,
     TESTED,
     WINDOW_IN_MASK_ALONE,
@@ -81,7 +81,7 @@ class RaggedModel:
         compile: `decode` runs compiled; compiled.py says what that is.
 
     Attributes:
-        windows: of attention by layer type, see `support.windows`.
+        windows: of attention by layer type, see `model_support.windows`.
         vocab_size: ids that there are logits for.
         known_ids: if set, ids from here on, which the model does not have, are read as token 0.
         context_length: positions that the model was made for.

@@ -51,7 +51,7 @@ class Round:
             trim: cuts what is not worth verifying from a proposal.
 
         Returns:
-            The packed result of `verify_and_commit`, on the device: for `results.unpack`, when it has come to the host. What it
+            The packed result of `verify_and_commit`, on the device: for `round_results.unpack`, when it has come to the host. What it
             says of inactive rows means nothing.
 
         Raises:

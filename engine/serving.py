@@ -20,8 +20,8 @@ from .huge_pages import huge_pages_for
 from .metrics import RoundClock, Stats
 from .model import PREFILL_WIDTH
 from .parallel import Ranks
-from .results import Launched, PromptsRead, Results
 from .round import Round
+from .round_results import PrefillTime, Results, RoundInFlight
 from .scheduler import PREFILL_TOKENS, Request, Scheduler, prefill_chunk
 from .slots import Slots
 from .state import BatchState, Proposal
@@ -58,15 +58,15 @@ class Server:
         self._slots = Slots(round_, state, config)
         self._results = Results(round_, state, eos_token_ids, stats, ranks)
         self._prompt_clock, self._copies = RoundClock(self._device), HostCopies()
-        self._prompts_read: list[PromptsRead] = []  # since the last round began
+        self._prompts_read: list[PrefillTime] = []  # since the last round began
         self._huge_pages = huge_pages_for(round_.target.model)
         self._since = 0.0  # perf_counter() when the step under way began
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Yields (request, its number of new tokens) per row and round; one that has ended has a finish_reason or an error."""
         scheduler = Scheduler(requests, self._config.max_batch_size)
-        launched: Launched | None
-        waiting: Launched | None = None  # a round that was started and is not read, if results are read late
+        launched: RoundInFlight | None
+        waiting: RoundInFlight | None = None  # a round that was started and is not read, if results are read late
         for clock in (self._round.clock, self._prompt_clock):
             clock.take()  # marks of a step that failed
         self._prompts_read = []
@@ -189,8 +189,8 @@ class Server:
                 request.prefilled = min(request.prefilled + width, request.to_prefill)
             self._start([request for request in group if request.prefilled == request.to_prefill], scheduler)
             self._prompt_clock.mark()
-            told = (*(request.stats for request in group), self._stats)
-            self._prompts_read.append(PromptsRead(self._prompt_clock.take(), told))
+            stats = (*(request.stats for request in group), self._stats)
+            self._prompts_read.append(PrefillTime(self._prompt_clock.take(), stats))
             budget -= sum(end - begin for begin, end in spans) if target.skips_padding else width * len(group)
 
     def _start(self, requests: list[Request], scheduler: Scheduler) -> None:
@@ -206,7 +206,7 @@ class Server:
         for request in requests:
             scheduler.start(request)
 
-    def _launch(self, scheduler: Scheduler, unread: int) -> Launched:
+    def _launch(self, scheduler: Scheduler, unread: int) -> RoundInFlight:
         """Start a round of all running rows.
 
         Args:
@@ -228,7 +228,7 @@ class Server:
         without_drafts = frozenset(slot for slot, request in running.items() if request.without_drafts)
         spans = self._round.clock.take()
         prompts, self._prompts_read = self._prompts_read, []
-        return Launched(
+        return RoundInFlight(
             packed=packed,
             with_logprobs=state.logprobs,
             arrived=arrived,
@@ -281,7 +281,7 @@ class Server:
             return lambda proposal: proposal
         return lambda proposal: self._lengths.trim(proposal, rows, first)
 
-    def _read(self, launched: Launched, scheduler: Scheduler) -> list[tuple[Request, int]]:
+    def _read(self, launched: RoundInFlight, scheduler: Scheduler) -> list[tuple[Request, int]]:
         """Give a round's tokens to its requests, and free the slots of those that have ended."""
         advanced = self._results.read(launched, self._lengths)
         if self._late:
@@ -297,7 +297,7 @@ class Server:
         return advanced
 
 
-def _ends_all(waiting: Launched | None, scheduler: Scheduler) -> bool:
+def _ends_all(waiting: RoundInFlight | None, scheduler: Scheduler) -> bool:
     """Whether a round that is not read is the last one of all running rows: each has a token in it, and place for no more."""
     return waiting is not None and all(
         waiting.requests.get(slot) is request and request.length + 1 >= request.limit

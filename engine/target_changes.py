@@ -9,7 +9,7 @@ from torch.nn.modules import module as every_module
 from .errors import EngineError
 from .graphs import Work
 from .model import RaggedModel
-from .support import compiled_part, compiled_reason, vocab_size
+from .model_support import compiled_part, compiled_reason, vocab_size
 
 _OF_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # attributes of a layer of peft
 

@@ -101,7 +101,7 @@ def verify(
 
     tokens, logprobs = np.empty((batch, num_drafts + 1), np.int64), np.empty((batch, num_drafts + 1), np.float32)
     num_accepted, status = np.empty((2, batch), np.int32)
-    said = np.empty(batch, np.bool_)
+    decided = np.empty(batch, np.bool_)
     _in_threads(
         cpu_loops.verify_sequences,
         *(batch, target.numel()),
@@ -113,10 +113,10 @@ def verify(
         *_memory(draft),
         its_stats,
         return_logprobs,
-        *(tokens, num_accepted, status, logprobs, said),
+        *(tokens, num_accepted, status, logprobs, decided),
     )
-    if not said.all():
-        rest = torch.from_numpy(np.flatnonzero(~said))
+    if not decided.all():
+        rest = torch.from_numpy(np.flatnonzero(~decided))
         if cu_num_logits is not None:
             target, _, _ = unpacked_with(target, None, None, cu_num_logits, num_drafts + 1)
         stats = None if draft is None or draft_stats is None else RowStats(*(field[rest] for field in draft_stats))
@@ -134,9 +134,9 @@ def verify(
             method=method,
             return_logprobs=return_logprobs,
         )
-        tokens[~said], num_accepted[~said], status[~said] = (field.numpy() for field in theirs[:3])
+        tokens[~decided], num_accepted[~decided], status[~decided] = (field.numpy() for field in theirs[:3])
         if theirs.logprobs is not None:
-            logprobs[~said] = theirs.logprobs.numpy()
+            logprobs[~decided] = theirs.logprobs.numpy()
     return Verdict(
         torch.from_numpy(tokens),
         torch.from_numpy(num_accepted),
@@ -166,7 +166,7 @@ def _of_rows(
     batch, width = shape if len(shape) == 2 else (len(logits), 1)
     threshold, lse, logprobs = np.empty((3, batch, width), np.float32)
     argmax, tokens = np.empty((2, batch, width), np.int64)
-    said = np.empty((batch, width), np.bool_)
+    decided = np.empty((batch, width), np.bool_)
     seed, position, origin = (_array(value, np.int64, batch) for value in noise)
     _in_threads(
         cpu_loops.sample_rows,
@@ -175,16 +175,16 @@ def _of_rows(
         *_memory(logits),
         *_options(batch, temperature, filters),
         *(seed, position, origin, stream),
-        *(threshold, lse, argmax, tokens, logprobs, said),
+        *(threshold, lse, argmax, tokens, logprobs, decided),
     )
-    if not said.all():
-        b, w = map(torch.from_numpy, np.nonzero(~said))
+    if not decided.all():
+        b, w = map(torch.from_numpy, np.nonzero(~decided))
         theirs = reference.row_stats(
             logits.reshape(batch, width, size)[b, w],
             *(_at(value, b) for value in (temperature, *filters)),
         )
-        tokens[~said], logprobs[~said] = -1, 0
-        threshold[~said], lse[~said], argmax[~said] = (field.numpy() for field in theirs)
+        tokens[~decided], logprobs[~decided] = -1, 0
+        threshold[~decided], lse[~decided], argmax[~decided] = (field.numpy() for field in theirs)
     tokens_, logprobs_, *stats = (
         torch.from_numpy(each.reshape(shape)) for each in (tokens, logprobs, threshold, lse, argmax)
     )

@@ -2,8 +2,8 @@
 
 A row is read block by block of DRAW_BLOCK tokens, which stay in the first-level cache while they are worked on in vector
 instructions. Each sequence is worked on by itself, from its first row on, up to the row that decides: rows after it are not read, but
-for those of all drafts under `block`. Beside the rows there is room for the sums of blocks, and, under top-k or top-p, for one row's
-largest logits.
+for those of all drafts under `block`. Beside the rows there is scratch memory for the sums of blocks, and, under top-k or top-p,
+for one row's largest logits.
 
 If a row up to that one, or a draft's row, is not a distribution, the loops give no verdict, and the reference decides instead: the
 verdict and its status.
@@ -159,12 +159,12 @@ def _largest(part):
     return best
 
 
-# A row. What is known of the rows of a sequence stands in `looks`: peak, argmax, threshold, and sum of the weights
+# A row. What is known of the rows of a sequence stands in `infos`: peak, argmax, threshold, and sum of the weights
 # exp((logit - peak) / T) of the tokens above it, each [W]. `options` of a sequence are (top-k, top-p, min-p, 1 / T, greedy).
 
 
 @_inner
-def _room(size, options):
+def _scratch(size, options):
     """Room to work on a row: two parts of it, the sums of the weights of all blocks, the largest of all groups, and, where there is
     top-k or top-p, as many logits as it has."""
     blocks, groups, few = -(-size // DRAW_BLOCK), -(-size // GROUP), size if len(options[0]) or len(options[1]) else 0
@@ -194,10 +194,10 @@ def _options_of(options, b):
 
 
 @_inner
-def _amount(room, row, scale, peak, bound):
+def _amount(scratch, row, scale, peak, bound):
     """The sum of the weights 2**((logit - peak) * scale) of the tokens from a bound on; their number where the scale is 0. Those of
-    each block stay in the room."""
-    weights, sums = room[0], room[2]
+    each block stay in the scratch."""
+    weights, sums = scratch[0], scratch[2]
     amount = 0.0
     for block in range(len(sums)):
         start = block * DRAW_BLOCK
@@ -246,16 +246,16 @@ def _select(values, scale, peak, wanted):
 
 
 @_inner
-def _reaching(room, row, scale, peak, depth, wanted):
+def _reaching(scratch, row, scale, peak, depth, wanted):
     """The largest logit from which on the amounts of a row come to what is wanted. It is looked for among those of some depth below
     the peak, where these are too few among those twice as far down, and so on, and at last among all."""
     if not wanted > 0:
         return peak
-    part, few = room[0], room[4]
+    part, few = scratch[0], scratch[4]
     bound = -_INF
     for tried in range(DEPTHS):
         within = peak - depth * _F32(1 << tried)
-        if _amount(room, row, scale, peak, within) >= wanted:
+        if _amount(scratch, row, scale, peak, within) >= wanted:
             bound = within
             break
     count = 0
@@ -271,26 +271,26 @@ def _reaching(room, row, scale, peak, depth, wanted):
 
 
 @_inner
-def _threshold(room, row, peak, options):
+def _threshold(scratch, row, peak, options):
     """The smallest logit that top-k, top-p of what that left, and min-p keep; -inf where all are off."""
     top_k, top_p, min_p, inverse, _ = options
     scale, depth, least = inverse * _LOG2_E, _F32(4) / inverse, -_INF
     if 0 < top_k < row[3]:
-        least = _reaching(room, row, _F32(0), peak, depth, float(top_k))
+        least = _reaching(scratch, row, _F32(0), peak, depth, float(top_k))
     if top_p < 1:
-        wanted = top_p * _amount(room, row, scale, peak, least)
-        least = max(least, _reaching(room, row, scale, peak, depth, wanted))
+        wanted = top_p * _amount(scratch, row, scale, peak, least)
+        least = max(least, _reaching(scratch, row, scale, peak, depth, wanted))
     if min_p > 0:  # prob >= min_p * max prob  <=>  logit >= max + T log(min_p)
         least = max(least, peak + _F32(math.log(min_p)) / inverse)
     return least
 
 
 @_inner
-def _look(looks, room, w, row, options):
+def _read_row(infos, scratch, w, row, options):
     """Look at a row; whether it is a distribution."""
-    peaks, argmaxes, leasts, totals = looks
+    peaks, argmaxes, leasts, totals = infos
     _, _, _, inverse, greedy = options
-    weights, sums, size = room[0], room[2], row[3]
+    weights, sums, size = scratch[0], scratch[2], row[3]
     peak, best = -_INF, _0
     for block in range(len(sums)):
         start = block * DRAW_BLOCK
@@ -301,16 +301,16 @@ def _look(looks, room, w, row, options):
             peak, best = sums[block], start
     while best < size - 1 and _logit(row, best) != peak:
         best += 1
-    least = _threshold(room, row, peak, options) if -_INF < peak < _INF and not greedy else -_INF
-    total = _amount(room, row, inverse * _LOG2_E, peak, least)
+    least = _threshold(scratch, row, peak, options) if -_INF < peak < _INF and not greedy else -_INF
+    total = _amount(scratch, row, inverse * _LOG2_E, peak, least)
     peaks[w], argmaxes[w], leasts[w], totals[w] = peak, best, least, total
     return 0 < total < math.inf and abs(peak * inverse) < _INF
 
 
 @_inner
-def _seen(looks, w):
+def _seen(infos, w):
     """Peak, threshold and sum of a row."""
-    return looks[0][w], looks[2][w], looks[3][w]
+    return infos[0][w], infos[2][w], infos[3][w]
 
 
 @_inner
@@ -357,9 +357,9 @@ def _draw_in(weights, start, noise, best, chosen):
 
 
 @_inner
-def _draw_by_token(room, row, seen, inverse, noise):
+def _draw_by_token(scratch, row, seen, inverse, noise):
     """A token of the row, with noise for each. The token that arrives first in each group comes first: after these, few groups matter."""
-    weights, largest = room[0], room[3]
+    weights, largest = scratch[0], scratch[3]
     peak, least, _ = seen
     size = row[3]
     best, chosen = 0.0, _0
@@ -396,9 +396,9 @@ def _place(values, wanted):
 
 
 @_inner
-def _draw_by_inversion(room, row, seen, inverse, noise):
+def _draw_by_inversion(scratch, row, seen, inverse, noise):
     """The first token up to which the weights come to more than u times all."""
-    weights, sums = room[0], room[2]
+    weights, sums = scratch[0], scratch[2]
     peak, least, total = seen
     words = _philox(noise, _0)
     u = (float((words[0] << _U64(20)) | (words[1] >> _U64(12))) + 0.5) * 2.0**-52
@@ -415,30 +415,30 @@ def sample_rows(
     begin, end, what,
     narrow, wide, size, by_sequence, by_row,
     top_k, top_p, min_p, temperature, seed, position, origin, stream,
-    threshold, lse, argmax, tokens, logprobs, said,
+    threshold, lse, argmax, tokens, logprobs, decided,
 ):  # fmt: skip
     """Stats of rows [B, W], and what they draw, for sequences from `begin` up to `end`; see `reference.sample`. The last result is of
-    which rows anything is said."""
+    which rows are decided."""
     rows, options = (narrow, wide, size, by_sequence, by_row), (top_k, top_p, min_p, temperature)
     width = tokens.shape[1]
-    room = _room(rows[2], options)
-    looks = np.empty(width, _F32), np.empty(width, np.int64), np.empty(width, _F32), np.empty(width)
+    scratch = _scratch(rows[2], options)
+    infos = np.empty(width, _F32), np.empty(width, np.int64), np.empty(width, _F32), np.empty(width)
     for b in range(begin, end):
         its_options = _options_of(options, b)
         _, _, _, inverse, greedy = its_options
         for w in range(width):
             row = _row(rows, b, w)
-            said[b, w] = _look(looks, room, w, row, its_options)
-            if not said[b, w]:
+            decided[b, w] = _read_row(infos, scratch, w, row, its_options)
+            if not decided[b, w]:
                 continue
-            seen, token = _seen(looks, w), looks[1][w]
+            seen, token = _seen(infos, w), infos[1][w]
             threshold[b, w], argmax[b, w] = seen[0] if greedy else seen[1], token
             lse[b, w] = math.log(seen[2]) + float(seen[0]) * float(inverse)
             its_noise = seed[b], position[b] + w, origin[b], stream
             if what == BY_TOKEN and not greedy:
-                token = _draw_by_token(room, row, seen, inverse, its_noise)
+                token = _draw_by_token(scratch, row, seen, inverse, its_noise)
             if what == BY_INVERSION and not greedy:
-                token = _draw_by_inversion(room, row, seen, inverse, its_noise)
+                token = _draw_by_inversion(scratch, row, seen, inverse, its_noise)
             tokens[b, w], logprobs[b, w] = token, _logprob(row, token, seen, inverse)
 
 
@@ -469,17 +469,17 @@ def _odds(token, row, seen, q, inverse):
 
 
 @_inner
-def _weigh(room, start, row, seen, inverse, left_out, s, q):
+def _weigh(scratch, start, row, seen, inverse, left_out, s, q):
     """The weights of a block's tokens: exp((logit - peak) / T) but for a draft that is left out; or max(s p - q, 0) if s > 0."""
     peak, least, total = seen
     q_row, q_lse, q_least = q
-    part = room[0][: min(DRAW_BLOCK, row[3] - start)]
+    part = scratch[0][: min(DRAW_BLOCK, row[3] - start)]
     _load(part, row, start)
     _to_weights(part, inverse * _LOG2_E, peak, least)
     if start <= left_out < start + len(part):
         part[left_out - start] = 0
     if s > 0:
-        other = room[1][: max(0, min(len(part), q_row[3] - start))]
+        other = scratch[1][: max(0, min(len(part), q_row[3] - start))]
         _load(other, q_row, start)
         _subtract(part[: len(other)], _F32(s / total), other, inverse * _LOG2_E, -q_lse * _LOG2_E, q_least)
         for i in range(len(other), len(part)):
@@ -488,39 +488,39 @@ def _weigh(room, start, row, seen, inverse, left_out, s, q):
 
 
 @_inner
-def _mass(room, row, seen, inverse, left_out, s, q):
-    """The sum of these weights. That of each block stays in the room."""
-    sums = room[2]
+def _mass(scratch, row, seen, inverse, left_out, s, q):
+    """The sum of these weights. That of each block stays in the scratch."""
+    sums = scratch[2]
     mass = 0.0
     for block in range(len(sums)):
-        sums[block] = _sum(_weigh(room, block * DRAW_BLOCK, row, seen, inverse, left_out, s, q))
+        sums[block] = _sum(_weigh(scratch, block * DRAW_BLOCK, row, seen, inverse, left_out, s, q))
         mass += sums[block]
     return mass
 
 
 @_inner
-def _draw(room, row, seen, inverse, left_out, s, q, noise):
+def _draw(scratch, row, seen, inverse, left_out, s, q, noise):
     """A token drawn by these weights, -1 if they are all 0."""
-    if not _mass(room, row, seen, inverse, left_out, s, q) > 0:
+    if not _mass(scratch, row, seen, inverse, left_out, s, q) > 0:
         return -1
-    start = _draw_block(room[2], noise) * DRAW_BLOCK
-    return _draw_in(_weigh(room, start, row, seen, inverse, left_out, s, q), start, noise, 0.0, start)[1]
+    start = _draw_block(scratch[2], noise) * DRAW_BLOCK
+    return _draw_in(_weigh(scratch, start, row, seen, inverse, left_out, s, q), start, noise, 0.0, start)[1]
 
 
 @_inner
-def _accept_in_order(coupled, looks, room, rows, options, drafts, draft, stats, b, noise):
-    """How many drafts are accepted, one after another, and the token that the row after them says itself; -1 if nothing is said."""
+def _accept_in_order(coupled, infos, scratch, rows, options, drafts, draft, stats, b, noise):
+    """How many drafts are accepted, one after another, and the token that the row after them gives itself; -1 if undecided."""
     target, first, width = rows
     tokens, count = drafts
     _, _, _, inverse, greedy = options
     seed, position = noise
     for w in range(min(count + 1, width)):
         row = _row(target, first, w)
-        if not _look(looks, room, w, row, options):
+        if not _read_row(infos, scratch, w, row, options):
             break
-        seen, own = _seen(looks, w), looks[1][w]
+        seen, own = _seen(infos, w), infos[1][w]
         if coupled and not greedy:
-            own = _draw_by_token(room, row, seen, inverse, (seed, position + w, _0, _SAMPLE))
+            own = _draw_by_token(scratch, row, seen, inverse, (seed, position + w, _0, _SAMPLE))
         if w == count:
             return w, own
         passed = tokens[w] == own
@@ -535,8 +535,8 @@ def _accept_in_order(coupled, looks, room, rows, options, drafts, draft, stats, 
 
 
 @_inner
-def _accept_longest(prefix, looks, room, rows, options, drafts, draft, stats, b, noise):
-    """How many drafts `block` accepts; -1 if nothing is said. `prefix` [K+1] gets s_0 ... s_K."""
+def _accept_longest(prefix, infos, scratch, rows, options, drafts, draft, stats, b, noise):
+    """How many drafts `block` accepts; -1 if undecided. `prefix` [K+1] gets s_0 ... s_K."""
     target, first, width = rows
     tokens, count = drafts
     inverse = options[3]
@@ -548,9 +548,9 @@ def _accept_longest(prefix, looks, room, rows, options, drafts, draft, stats, b,
         if prefix[w] == 0:
             break
         row = _row(target, first, w)
-        if w >= width or not _look(looks, room, w, row, options):
+        if w >= width or not _read_row(infos, scratch, w, row, options):
             return -1
-        p_of[w], q_of = _odds(tokens[w], row, _seen(looks, w), _q_at(draft, stats, b, w), inverse)
+        p_of[w], q_of = _odds(tokens[w], row, _seen(infos, w), _q_at(draft, stats, b, w), inverse)
         if not 0 < q_of < _INF:
             return -1
         prefix[w + 1] = min(prefix[w] * p_of[w] / q_of, _F32(1))
@@ -560,12 +560,12 @@ def _accept_longest(prefix, looks, room, rows, options, drafts, draft, stats, b,
             continue
         row = _row(target, first, n)
         if n == count:
-            return n if n < width and _look(looks, room, n, row, options) else -1
+            return n if n < width and _read_row(infos, scratch, n, row, options) else -1
         if s == 1:
             return n
         mass = s * (_F32(1) - p_of[n])
         if draft[2] > 0:
-            mass = _F32(_mass(room, row, _seen(looks, n), inverse, _NONE, s, _q_at(draft, stats, b, n)))
+            mass = _F32(_mass(scratch, row, _seen(infos, n), inverse, _NONE, s, _q_at(draft, stats, b, n)))
         if u * (mass + _F32(1) - s) < mass:
             return n
     return 0
@@ -577,17 +577,17 @@ def verify_sequences(
     narrow, wide, size, by_sequence, by_row, cu,
     top_k, top_p, min_p, temperature, seeds, positions, draft_tokens,
     draft_narrow, draft_wide, draft_size, draft_by_sequence, draft_by_row, draft_stats,
-    want_logprobs, tokens, num_accepted, status, logprobs, said,
+    want_logprobs, tokens, num_accepted, status, logprobs, decided,
 ):  # fmt: skip
-    """Verify sequences from `begin` up to `end`, one after another. The last result is of which ones anything is said.
+    """Verify sequences from `begin` up to `end`, one after another. The last result is which ones are decided.
 
     `target` and `draft` are rows, `draft_stats` the lse and the threshold of each of the draft's. The rows of a target that is packed
     begin at `cu`, which is empty otherwise."""
     target, options = (narrow, wide, size, by_sequence, by_row), (top_k, top_p, min_p, temperature)
     draft = draft_narrow, draft_wide, draft_size, draft_by_sequence, draft_by_row
     width = tokens.shape[1]
-    room = _room(target[2], options)
-    looks = np.empty(width, _F32), np.empty(width, np.int64), np.empty(width, _F32), np.empty(width)
+    scratch = _scratch(target[2], options)
+    infos = np.empty(width, _F32), np.empty(width, np.int64), np.empty(width, _F32), np.empty(width)
     prefix = np.ones(width, _F32)
     for b in range(begin, end):
         its_options = _options_of(options, b)
@@ -600,13 +600,13 @@ def verify_sequences(
         own = -1
         if method == BLOCK and count > 0 and not greedy:
             accepted = _accept_longest(
-                prefix, looks, room, rows, its_options, drafts, draft, draft_stats, b, (seed, position)
+                prefix, infos, scratch, rows, its_options, drafts, draft, draft_stats, b, (seed, position)
             )
         else:
             accepted, own = _accept_in_order(
-                method == COUPLED, looks, room, rows, its_options, drafts, draft, draft_stats, b, (seed, position)
+                method == COUPLED, infos, scratch, rows, its_options, drafts, draft, draft_stats, b, (seed, position)
             )
-        said[b] = accepted >= 0
+        decided[b] = accepted >= 0
         if accepted < 0:
             continue
 
@@ -614,16 +614,16 @@ def verify_sequences(
         status[b] = 0
         if not greedy and method != COUPLED:
             rejected = accepted < count
-            row, seen = _row(target, rows[1], accepted), _seen(looks, accepted)
+            row, seen = _row(target, rows[1], accepted), _seen(infos, accepted)
             its_noise = seed, position + accepted, position if rejected else _0, _RESIDUAL if rejected else _SAMPLE
             q = _q_at(draft, draft_stats, b, accepted if rejected else _0)
             own = -1
             if rejected:
                 left_out, s = (drafts[0][accepted], _F32(0)) if draft[2] == 0 else (_NONE, prefix[accepted])
-                own = _draw(room, row, seen, inverse, left_out, s, q, its_noise)
+                own = _draw(scratch, row, seen, inverse, left_out, s, q, its_noise)
             if own < 0:
                 status[b] = _EMPTY_RESIDUAL if rejected else 0
-                own = _draw(room, row, seen, inverse, _NONE, _F32(0), q, its_noise)
+                own = _draw(scratch, row, seen, inverse, _NONE, _F32(0), q, its_noise)
 
         num_accepted[b] = accepted
         for w in range(width):
@@ -631,4 +631,4 @@ def verify_sequences(
             if want_logprobs:
                 logprobs[b, w] = 0
                 if w <= accepted:
-                    logprobs[b, w] = _logprob(_row(target, rows[1], w), tokens[b, w], _seen(looks, w), inverse)
+                    logprobs[b, w] = _logprob(_row(target, rows[1], w), tokens[b, w], _seen(infos, w), inverse)

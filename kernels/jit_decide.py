@@ -7,7 +7,7 @@ from .constants import Constant
 from .jit_draw import block_masses, draw_in_two_levels, kept_masses
 from .jit_random import ACCEPT, RESIDUAL, SAMPLE, uniforms
 from .jit_rows import ROW_LSE, ROW_PENDING, ROW_PREFIX, ROW_THRESHOLD, as_int, pick, read_at, row_at
-from .jit_verify import block_length, draft_prefix, fetch_rows, fit_drafts, from_blocks, read_drafts, store_verdict
+from .jit_verify import block_length, draft_prefix, fetch_rows, from_blocks, read_drafts, store_verdict, testable_drafts
 from .records import Status
 
 _NAN_TARGET = Constant(int(Status.NAN_TARGET))
@@ -45,7 +45,7 @@ def decide(
             row, inside, memory, x_left_out, inverse_temperature, greedy, METHOD, WIDTH, AT_ONCE
         )
     p = tl.where((x >= threshold) & (x > float("-inf")), tl.exp(x * inverse_temperature - lse), 0.0)
-    fit, q, flags = fit_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy)
+    testable, q, flags = testable_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy)
 
     # How many drafts are accepted.
     if METHOD == "coupled":
@@ -54,11 +54,11 @@ def decide(
         accepted = p > tl.minimum(typical_delta * tl.exp(-entropy), typical_epsilon)
     else:
         accepted = uniforms(seed, first + column, first, ACCEPT) * q < p
-    accepted = fit & tl.where(greedy, token == own, accepted)
+    accepted = testable & tl.where(greedy, token == own, accepted)
     count = tl.min(tl.where(accepted, num_drafts, column), axis=0)  # leading ones; lane K is never accepted
     deferred = count < 0
     if METHOD == "block":
-        length = tl.min(tl.where(fit, num_drafts, column), axis=0)
+        length = tl.min(tl.where(testable, num_drafts, column), axis=0)
         prefix = draft_prefix(p, q, column, num_drafts)
         if draft_lse is None:
             mass = prefix * (1 - p)  # the sum of max(s p - one-hot, 0) is s - s p(x)
@@ -68,7 +68,7 @@ def decide(
             deferred = (length > 0) & (not greedy)
             count = tl.where(deferred, length, count)
     here = column == count
-    rejected = (pick(fit.to(tl.int32), here) > 0) & (METHOD != "typical")
+    rejected = (pick(testable.to(tl.int32), here) > 0) & (METHOD != "typical")
     if draft_lse is not None:  # what launch 2 needs from this one
         if METHOD == "rejection":
             deferred = rejected & (not greedy)

@@ -4,7 +4,7 @@ A row is cut into tiles of BLOCKS x BLOCK tokens. A program reads one (or, in ji
 block of BLOCK = 1024 tokens it leaves these stats in scratch memory, as far as wanted:
 
     peak     the largest logit                          mass     sum of exp((x - peak) / T)
-    argmax   its lowest id                              heat     sum of (x - peak) / T exp((x - peak) / T)
+    argmax   its lowest id                              moment   sum of (x - peak) / T exp((x - peak) / T)
 
 The program that arrives last knows the whole row from them: with best = the largest peak,
 lse = best / T + log(sum over blocks of mass exp((peak - best) / T)). A draw in two levels chooses a block by the masses. Nothing
@@ -40,7 +40,7 @@ LOG2_E = Constant(1.4426950408889634)
 TILE_BLOCKS, THREADS = 8, 256
 
 # Fields of the scratch memory: for each block of each row, and for each row.
-BLOCK_PEAK, BLOCK_MASS, BLOCK_ARGMAX, BLOCK_HEAT, BLOCK_RESIDUAL_MASS = (Constant(i) for i in range(5))
+BLOCK_PEAK, BLOCK_MASS, BLOCK_ARGMAX, BLOCK_MOMENT, BLOCK_RESIDUAL_MASS = (Constant(i) for i in range(5))
 BLOCK_FIELDS = Constant(5)
 ROW_THRESHOLD, ROW_LSE, ROW_WINNER, ROW_ENTROPY, ROW_PREFIX, ROW_PENDING, ROW_LISTED = (Constant(i) for i in range(7))
 ROW_FIELDS = Constant(7)
@@ -161,13 +161,13 @@ def block_mass(x, peak, inverse_temperature):
 
 
 @triton.jit
-def block_heat(x, peak, inverse_temperature):
+def block_moment(x, peak, inverse_temperature):
     """sum of d exp(d) over each block of a tile x, d = (x - peak) / T: [BLOCKS], as peak."""
-    return block_sum(heat_of((x - peak_or_0(peak)[None, :, None]) * inverse_temperature))
+    return block_sum(moment_of((x - peak_or_0(peak)[None, :, None]) * inverse_temperature))
 
 
 @triton.jit
-def heat_of(d):
+def moment_of(d):
     """d exp(d), 0 where d = -inf."""
     return tl.where(d > float("-inf"), d * tl.exp(d), 0.0)
 

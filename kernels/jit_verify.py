@@ -10,8 +10,8 @@ from .jit_groups import list_groups, read_listed
 from .jit_random import ACCEPT, SAMPLE, uniforms
 from .jit_rows import (
     BLOCK_ARGMAX,
-    BLOCK_HEAT,
     BLOCK_MASS,
+    BLOCK_MOMENT,
     BLOCK_PEAK,
     NO_ID,
     ROW_ENTROPY,
@@ -25,8 +25,8 @@ from .jit_rows import (
     blocks_at,
     fetch,
     fetch_stats,
-    heat_of,
     log_sum_exp,
+    moment_of,
     peak_or_0,
     pick,
     read_at,
@@ -70,15 +70,15 @@ def leave_row(
             )
             tl.store(as_int(row_at(memory, ROW_WINNER, row)), own)
     if METHOD == "typical":
-        heat = tl.zeros([], tl.float32)
+        moment = tl.zeros([], tl.float32)
         count = list_groups(memory, row, threshold, NUM_GROUPS)
         if FILTERED:  # it takes the place of the search's list, which the deciding row would read
             tl.store(as_int(row_at(memory, ROW_LISTED, row)), count)
         for start in range(0, count, BLOCKS):
             x = read_listed(target, batch, column, memory, row, start, count, BLOCKS)
             d = (tl.where(x >= threshold, x, float("-inf")) - best) * inverse_temperature
-            heat += tl.sum(tl.sum(heat_of(d), axis=1), axis=0)
-        tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - heat / total)
+            moment += tl.sum(tl.sum(moment_of(d), axis=1), axis=0)
+        tl.store(row_at(memory, ROW_ENTROPY, row), tl.log(total) - moment / total)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
 
     x_left_out [WIDTH]: the logit of the token that is left out of the blocks, -inf if none is."""
     best, own = tl.full([WIDTH], float("-inf"), tl.float32), tl.full([WIDTH], NO_ID, tl.int32)
-    total, heat = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    total, moment = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
     for start in range(0, memory[2], AT_ONCE):
         block = row_blocks(start, AT_ONCE)
         known = inside[None, :, None] & (block < memory[2])
@@ -123,9 +123,9 @@ def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
         colder = tl.where(total > 0, tl.maximum((best - higher) * inverse_temperature, -1000.0), 0.0)
         if METHOD == "typical":
             cooler = tl.where(mass > 0, tl.maximum((peak - higher[None, :, None]) * inverse_temperature, -1000.0), 0.0)
-            its_heat = fetch_blocks(memory, BLOCK_HEAT, row, known, block, 0.0)
-            its_heat = block_sum(tl.exp(cooler) * (its_heat + mass * cooler))
-            heat = tl.exp(colder) * (heat + total * colder) + its_heat
+            its_moment = fetch_blocks(memory, BLOCK_MOMENT, row, known, block, 0.0)
+            its_moment = block_sum(tl.exp(cooler) * (its_moment + mass * cooler))
+            moment = tl.exp(colder) * (moment + total * colder) + its_moment
         total = tl.exp(colder) * total + block_sum(scaled_mass(peak, mass, higher[None, :, None], inverse_temperature))
         if greedy:
             argmax = fetch_blocks(memory, BLOCK_ARGMAX, row, known, block, 0.0).to(tl.int32, bitcast=True)
@@ -134,7 +134,7 @@ def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
         best = higher
     entropy = tl.zeros([WIDTH], tl.float32)
     if METHOD == "typical":
-        entropy = tl.log(total) - heat / total
+        entropy = tl.log(total) - moment / total
     higher = tl.maximum(best, x_left_out)
     total = tl.where(total > 0, tl.exp((best - higher) * inverse_temperature) * total, total)
     total += tl.exp((x_left_out - peak_or_0(higher)) * inverse_temperature)
@@ -152,19 +152,19 @@ def read_drafts(token, draft, draft_threshold, draft_lse, batch, column, num_dra
 
 
 @triton.jit
-def fit_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy):
-    """Per draft [WIDTH]: whether it can be tested at all (it is *fit*), q of its token, and its flags.
+def testable_drafts(token, lse, drafts, column, num_drafts, inverse_temperature, greedy):
+    """Per draft [WIDTH]: whether it can be tested at all, q of its token, and its flags.
 
     drafts: what `read_drafts` has read; None for one-hot drafts, whose q is 1."""
-    testable = (column < num_drafts) & (token >= 0) & (tl.abs(lse) < float("inf"))
-    fit, q, flags = testable, tl.full(lse.shape, 1.0, tl.float32), tl.zeros_like(token).to(tl.int32)
+    there = (column < num_drafts) & (token >= 0) & (tl.abs(lse) < float("inf"))
+    testable, q, flags = there, tl.full(lse.shape, 1.0, tl.float32), tl.zeros_like(token).to(tl.int32)
     if drafts is not None:
         y, q_lse, least = drafts
         q = tl.where(y >= least, tl.exp(y * inverse_temperature - q_lse), 0.0)
         valid = tl.abs(q_lse) < float("inf")
-        fit = tl.where(greedy, testable, testable & valid & (q != 0))
-        flags = tl.where(testable & ~fit, tl.where(valid, _ZERO_DRAFT_PROB, _INVALID_DRAFT), 0)
-    return fit, q, flags
+        testable = tl.where(greedy, there, there & valid & (q != 0))
+        flags = tl.where(there & ~testable, tl.where(valid, _ZERO_DRAFT_PROB, _INVALID_DRAFT), 0)
+    return testable, q, flags
 
 
 @triton.jit

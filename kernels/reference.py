@@ -134,7 +134,7 @@ def verify(
             passed = block_test(p, q, tests, prefix, u)
         else:
             passed = u * tests.q < tests.p
-    passed = torch.where(greedy, draft_tokens == argmaxes[:, :num_drafts], passed) & tests.fit[:, :-1]
+    passed = torch.where(greedy, draft_tokens == argmaxes[:, :num_drafts], passed) & tests.testable[:, :-1]
     num_accepted = passed.cumprod(dim=1).sum(dim=1)
     if method == "block":
         longest = pad(passed * column[1:], (1, 0)).amax(dim=1)
@@ -144,7 +144,7 @@ def verify(
     last = num_accepted[:, None]
     status, next_token = _at(pad(tests.status, (0, 1)), last), own.gather(1, last)
     if method != "coupled":
-        rejected = _at(tests.fit, last) & ~p.greedy if method != "typical" else torch.zeros_like(p.greedy)
+        rejected = _at(tests.testable, last) & ~p.greedy if method != "typical" else torch.zeros_like(p.greedy)
         weights, empty = _next_weights(p, q, draft_tokens, prefix, num_accepted, rejected)
         status = status + empty * int(Status.EMPTY_RESIDUAL)
         origin, stream = position * rejected, torch.where(rejected, philox.RESIDUAL, philox.SAMPLE)

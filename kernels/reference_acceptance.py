@@ -16,22 +16,23 @@ class DraftTests(NamedTuple):
 
     p: Tensor  # [B, K] p(x_i)
     q: Tensor  # [B, K] q(x_i), 1 for one-hot drafts
-    fit: Tensor  # [B, K+1] bool: whether the row and its draft can be tested at all; a draft ends where they cannot
+    # [B, K+1] bool: whether the row and its draft can be tested at all; a draft ends where they cannot.
+    testable: Tensor
     status: Tensor  # [B, K] flags where the draft is the reason that they cannot
 
 
 def draft_tests(p: Rows, q: Rows | None, draft_tokens: Tensor) -> DraftTests:
     """Drafts are [B, K], the rows of p [B, K+1], those of q [B, K] (None: one-hot)."""
     p_of = exp(p.log_prob_of(draft_tokens))
-    fit = (pad(draft_tokens, (0, 1), value=-1) >= 0) & p.stats.lse.isfinite()
+    testable = (pad(draft_tokens, (0, 1), value=-1) >= 0) & p.stats.lse.isfinite()
     if q is None:
-        return DraftTests(p_of, torch.ones_like(p_of), fit, torch.zeros_like(draft_tokens))
+        return DraftTests(p_of, torch.ones_like(p_of), testable, torch.zeros_like(draft_tokens))
     q_of = exp(q.log_prob_of(draft_tokens))
-    sampled = fit[:, :-1] & ~p.greedy[:, None]
+    sampled = testable[:, :-1] & ~p.greedy[:, None]
     invalid = sampled & ~q.stats.lse.isfinite()
     zero = sampled & ~invalid & (q_of == 0)
     status = invalid * int(Status.INVALID_DRAFT) + zero * int(Status.ZERO_DRAFT_PROB)
-    return DraftTests(p_of, q_of, fit & pad(~invalid & ~zero, (0, 1)), status)
+    return DraftTests(p_of, q_of, testable & pad(~invalid & ~zero, (0, 1)), status)
 
 
 def block_prefix(tests: DraftTests) -> Tensor:
@@ -43,17 +44,17 @@ def block_prefix(tests: DraftTests) -> Tensor:
 
 
 def block_test(p: Rows, q: Rows | None, tests: DraftTests, prefix: Tensor, u: Tensor) -> Tensor:
-    """Whether the prefix of i = 1 ... K drafts passes its own test, u_i < h_i: [B, K] bool. n is the number of drafts that are fit.
+    """Whether the prefix of i = 1 ... K drafts passes its own test, u_i < h_i: [B, K] bool. n is the number of testable drafts.
 
     h_i = r_i / (r_i + 1 - s_i) for i < n, with r_i = sum over v of max(s_i p(v) - q(v), 0) in row i; h_n = s_n.
     """
     s = prefix[:, 1:]
-    fit = tests.fit[:, :-1].long().cumprod(dim=1).bool()
-    more = pad(fit[:, 1:], (0, 1))  # i < n
+    testable = tests.testable[:, :-1].long().cumprod(dim=1).bool()
+    more = pad(testable[:, 1:], (0, 1))  # i < n
     mass = residual_masses(p, q, tests, s)
     # h_i is 1 where s_i is, also where nothing is left.
     inner = (u * (mass + 1 - s) < mass) | (s == 1)
-    return (u < s) & fit & torch.where(more, inner, True)  # h_i <= s_i, as r_i <= s_i
+    return (u < s) & testable & torch.where(more, inner, True)  # h_i <= s_i, as r_i <= s_i
 
 
 def residual_masses(p: Rows, q: Rows | None, tests: DraftTests, s: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ from torch import Tensor
 from .jit_decide import decide
 from .jit_groups import SEARCH_ROOM
 from .jit_rows import (
-    BLOCK_HEAT,
+    BLOCK_MOMENT,
     arrive,
-    block_heat,
+    block_moment,
     blocks_at,
     leave_stats,
     load_temperature,
@@ -107,8 +107,8 @@ def verify_kernel(
         peaks = leave_stats(x, None, ids, first, row, memory, inverse_temperature, greedy, MASSES, BLOCKS)
         if METHOD == "typical":
             block = first * BLOCKS + tl.arange(0, BLOCKS)
-            heat = block_heat(x, peaks, inverse_temperature)
-            tl.store(blocks_at(memory, BLOCK_HEAT, row) + block, heat, mask=block < num_blocks)
+            moment = block_moment(x, peaks, inverse_temperature)
+            tl.store(blocks_at(memory, BLOCK_MOMENT, row) + block, moment, mask=block < num_blocks)
 
     # Then its row, if this program is the last of it, and its sequence, if this row is the last of it.
     drafts = (draft, bias, mask, None, cu_num_logits)

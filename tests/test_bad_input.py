@@ -84,7 +84,7 @@ def test_sampling_params_know_their_fields_and_are_frozen() -> None:
 
 def test_the_kernels_have_the_same_rules() -> None:
     """The config is read without them, as it needs no torch."""
-    assert torch.tensor(config.GREEDY_BELOW).item() == GREEDY_BELOW and config.LARGEST_BATCH == MAX_GRID
+    assert torch.tensor(config.GREEDY_BELOW).item() == GREEDY_BELOW and config.MAX_BATCH_SIZE == MAX_GRID
     assert config.VERIFICATION_METHODS == ops.LOSSLESS_METHODS
 
 

@@ -27,8 +27,8 @@ from engine.backend import row_stats
 from engine.drafters.cascade import CascadeDrafter
 from engine.drafters.eagle import EagleDrafter
 from engine.drafters.recognise import recognise
+from engine.model_support import windows
 from engine.state import BatchState
-from engine.support import windows
 from engine.training.eagle3 import Eagle3Training
 from engine.training.eagle3_files import save_eagle3
 

@@ -28,7 +28,7 @@ from bench.throughput.shared_models import SharedModels
 from engine import checkpoints
 from engine import gguf as conversion
 from engine.generation_config import eos_token_ids, warn_of_not_applied
-from engine.support import check_supported
+from engine.model_support import check_supported
 
 PARAMS = engine.SamplingParams(max_new_tokens=6)
 

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import engine
 from engine.model import RaggedModel, uses_ragged_kernel
-from engine.support import context_length, head_sizes
+from engine.model_support import context_length, head_sizes
 
 NEW = 12
 LONG = list(range(3, 30))  # a prompt that is longer than a window

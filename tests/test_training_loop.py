@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.training import loop
 from engine.training.batches import batches
-from engine.training.hidden import Text
+from engine.training.hidden_files import Text
 from engine.training.loop import CLIP, learning_rate, train
 from engine.training.options import TrainingOptions
 

@@ -21,7 +21,7 @@ from engine.training.answers import Answer
 from engine.training.batches import Batch, batches, collate
 from engine.training.eagle3 import Eagle3Training, Unroll, head_config
 from engine.training.eagle3_files import save_eagle3
-from engine.training.hidden import KeptTexts, Text
+from engine.training.hidden_files import KeptTexts, Text
 from engine.training.initial_model import frequent_tokens, layers_to_keep
 from engine.training.loop import acceptance, evaluate, learning_rate
 from engine.training.losses import LOWEST_RATE, draft_loss
@@ -594,7 +594,7 @@ def kept_texts(folder: Path) -> KeptTexts:
     """30 texts in three groups, none in a file."""
     answers = [Answer(list(range(2, 4 + i % 5)), list(range(10, 11 + i))) for i in range(30)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.training.hidden.TEXTS_PER_GROUP", 12)
+        patch.setattr("engine.training.hidden_files.TEXTS_PER_GROUP", 12)
         return KeptTexts(target_of(), answers, (1, 2), folder, 20)
 
 
@@ -643,7 +643,7 @@ def test_groups_take_so_many_bytes_at_most(kept: KeptTexts, tmp_path: Path, monk
     """Unless one text takes more. They hold the same texts, in the same order."""
     answers = [answer for group in kept._groups for answer in group]
     for tokens in (50, 10):
-        monkeypatch.setattr("engine.training.hidden.BYTES_PER_GROUP", most := tokens * (2 * 32 * 4 + 8))
+        monkeypatch.setattr("engine.training.hidden_files.BYTES_PER_GROUP", most := tokens * (2 * 32 * 4 + 8))
         other = KeptTexts(target_of(), answers, (1, 2), tmp_path, 20)
         sizes = [other._bytes(group) for group in other._groups]
         assert all(size <= most or len(group) == 1 for size, group in zip(sizes, other._groups, strict=True))

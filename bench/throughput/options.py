@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.throughput.prompts import OWN_PROMPTS, TEMPLATES, Prompt, select
-from engine.config import HOTTEST, VERIFICATION_METHODS, EngineConfig, check_bool, is_temperature
+from engine.config import MAX_TEMPERATURE, VERIFICATION_METHODS, EngineConfig, check_bool, is_temperature
 from engine.drafters.named import LAYER_SKIP, label, location, named, split_stages
 from engine.hub import may_be_hub_id
 from engine.loading import DTYPES
@@ -89,7 +89,9 @@ class Options:
             raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
         for temperature in self.temperatures:
             if not is_temperature(temperature):
-                raise ValueError(f"temperatures must be finite numbers >= 0 and <= {HOTTEST:g}, got {temperature}")
+                raise ValueError(
+                    f"temperatures must be finite numbers >= 0 and <= {MAX_TEMPERATURE:g}, got {temperature}"
+                )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         for name, allowed in (("verification", VERIFICATION_METHODS), ("drafts", DRAFTS), ("baselines", BASELINES)):

@@ -3,7 +3,7 @@
 import logging
 
 from ..checkpoints import Checkpoint
-from ..support import vocab_size
+from ..model_support import vocab_size
 from .intersection import IntersectionDraftModel
 from .model import DraftModel
 from .reencoding import ReencodingDraftModel

@@ -16,10 +16,10 @@ from ..cpu_layers import fuse_cpu_layers
 from ..graphs import bucket
 from ..hidden_states import HiddenStates
 from ..model import RaggedModel, last_valid
+from ..model_support import has_dynamic_rope
 from ..packing import pack_linears
 from ..penalty import penalise_repetition
 from ..state import BatchState, Proposal, Verdict
-from ..support import has_dynamic_rope
 from ..transfers import to_device
 from .draft_vocabulary import DraftVocabulary, SeenTokens
 from .eagle_files import build

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..whole_files import written_whole
+from ..atomic_files import written_whole
 
 _LISTED = 24  # tensors that a message lists; a whole model has hundreds
 # What trainers (transformers, accelerate) leave beside the weights.

@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 from ..config import check_bool, check_int
 from ..decoder_layers import DecoderLayers
 from ..model import RaggedModel
+from ..model_support import TESTED
 from ..penalty import penalise_drafter
 from ..state import BatchState, Proposal, Verdict
-from ..support import TESTED
 from .proposals import drafts_of, side_by_side
 
 

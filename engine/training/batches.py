@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .hidden import Text
+from .hidden_files import Text
 
 _GROUPS_AT_A_TIME = 4  # mixed with each other; so many are in memory
 

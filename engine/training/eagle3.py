@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..decoder_layers import DecoderLayers
 from ..drafters.eagle_model import EagleModel, eagle_config
-from ..support import context_length, windows
+from ..model_support import context_length, windows
 from .batches import Batch
 from .objectives import STEP_DECAY
 from .options import check_loss

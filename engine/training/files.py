@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import BatchEncoding
 
-from ..whole_files import written_whole
+from ..atomic_files import written_whole
 from .file_digest import file_digest
 
 WORK = "work"

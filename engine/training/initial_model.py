@@ -11,7 +11,7 @@ from ..drafters.eagle_model import usual_layers
 from ..drafters.named import named
 from ..heads import find_head
 from ..hub import existing_path
-from ..support import vocab_size
+from ..model_support import vocab_size
 from .answers import Answer
 from .eagle3 import Eagle3Training, check_head_config
 from .objectives import DraftModelTraining, MedusaTraining, MlpTraining, check_num_layers

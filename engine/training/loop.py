@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..errors import EngineError
 from .batches import Batch, TextGroups, batches
 from .files import replacing
-from .hidden import KeptTexts
+from .hidden_files import KeptTexts
 from .options import TrainingOptions
 
 WARMUP = 0.03  # share of the run in which the learning rate rises

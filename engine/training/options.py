@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..config import HOTTEST, check_bool, check_int, check_ints, is_number, is_temperature, set_fields
+from ..config import MAX_TEMPERATURE, check_bool, check_int, check_ints, is_number, is_temperature, set_fields
 
 METHODS = ("eagle3", "medusa", "mlp", "draft-model")
 LOSSES = ("kl", "lk")  # see `losses.draft_loss`
@@ -112,12 +112,12 @@ class TrainingOptions:
         if self.max_disk_gb is not None and not (is_number(self.max_disk_gb) and self.max_disk_gb >= 0):
             raise ValueError(f"max_disk_gb must be a finite number >= 0, or None, got {self.max_disk_gb!r}")
         checked |= {"validation_share": float(self.validation_share), "learning_rate": float(self.learning_rate)}
-        heats = self.temperatures
-        if not isinstance(heats, list | tuple) or not heats or not all(map(is_temperature, heats)):
+        given = self.temperatures
+        if not isinstance(given, list | tuple) or not given or not all(map(is_temperature, given)):
             raise ValueError(
-                f"temperatures must be a list of at least one finite number, all >= 0 and <= {HOTTEST:g}, got {heats!r}"
+                f"temperatures must be a list of at least one finite number, all >= 0 and <= {MAX_TEMPERATURE:g}, got {given!r}"
             )
-        checked["temperatures"] = tuple(map(float, heats))
+        checked["temperatures"] = tuple(map(float, given))
         set_fields(self, checked)
 
     def _check_method_takes(self) -> None:

@@ -22,14 +22,14 @@ from .. import load
 from ..errors import EngineError
 from ..heads import find_head
 from ..hub import user_path
+from ..model_support import vocab_size
 from ..prompts import encode
-from ..support import vocab_size
 from .answers import Answer, answer_prompts
 from .card import card
 from .eagle3 import Eagle3Training, check_start
 from .eagle3_files import save_eagle3
 from .files import SAVING, begin, check_out, checkpoint_digest, no_room, replacing, settings_of
-from .hidden import KeptTexts
+from .hidden_files import KeptTexts
 from .initial_model import head_to_start_from, layers_of_head, layers_to_keep, objective_of
 from .loop import is_done, train
 from .objectives import DraftModelTraining

@@ -32,15 +32,15 @@ class RowResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PromptsRead:
-    """A part of some prompts that was read before a round began."""
+class PrefillTime:
+    """The time of reading a part of some prompts, before a round began."""
 
     spans: Callable[[], list[float]]  # seconds, once the round's result has arrived
-    told: tuple[Stats, ...]  # whose time this was
+    stats: tuple[Stats, ...]  # to which the time is added: of the requests, and of the engine
 
 
 @dataclass
-class Launched:
+class RoundInFlight:
     """A round that is under way."""
 
     packed: Tensor  # see `verify_and_commit`; on the host, complete when `arrived` has passed
@@ -54,7 +54,7 @@ class Launched:
     late: bool  # the next one begins before this one is read
     usual: bool  # False: it set something up, or captured it, and took longer for it
     spans: Callable[[], list[float]]  # seconds of drafting and of verification, once the result has arrived
-    prompts: list[PromptsRead]  # since the round before began
+    prompts: list[PrefillTime]  # since the round before began
 
 
 class Results:
@@ -75,7 +75,7 @@ class Results:
         self._eos_token_ids = eos_token_ids
         self._warned = False  # of draft logits that are not a distribution
 
-    def read(self, launched: Launched, lengths: DraftLength) -> list[tuple[Request, int]]:
+    def read(self, launched: RoundInFlight, lengths: DraftLength) -> list[tuple[Request, int]]:
         """Give a round's tokens to its requests. `lengths` learns from the round.
 
         Returns:
@@ -89,7 +89,7 @@ class Results:
         results = unpack(launched.packed, launched.with_logprobs)
         for prompts in launched.prompts:
             seconds = sum(prompts.spans())
-            for stats in prompts.told:
+            for stats in prompts.stats:
                 stats.prefill_seconds += seconds
         draft_seconds, verify_seconds = launched.spans()
         other_seconds = verify_seconds if launched.late else time.perf_counter() - launched.begin - draft_seconds
@@ -109,7 +109,7 @@ class Results:
             stats.verify_seconds += verify_seconds
         return list(zip(going, news, strict=True))
 
-    def _collect(self, request: Request, result: RowResult, launched: Launched, lengths: DraftLength) -> int:
+    def _collect(self, request: Request, result: RowResult, launched: RoundInFlight, lengths: DraftLength) -> int:
         """Append a round's tokens to a request, up to the one that ends it; returns how many."""
         tokens, accepted, proposed, status, logprobs = result
         new_tokens = tokens[: accepted + 1]
@@ -138,7 +138,7 @@ class Results:
             stats.add_round(proposed, accepted, new)
         return new
 
-    def _without_distribution(self, request: Request, status: int, launched: Launched) -> None:
+    def _without_distribution(self, request: Request, status: int, launched: RoundInFlight) -> None:
         """Fail a request whose logits are not a distribution, or have it continue without drafts if there were any.
 
         The drafts may be to blame, not the text: attention gives weight 0 to the K/V of later, rejected or unverified tokens, but
