@@ -81,7 +81,7 @@ def plain_figures(target: Target, device: str, generate: Mapping[str, Any] | Non
 
 
 def beside_transformers(device: str, figures: Figures) -> None:
-    """Our plain decoding, and two ways of transformers to decode faster. Drafts of an assistant with random weights do not stand."""
+    """Our plain decoding, and two faster ways of transformers. Drafts of an assistant with random weights do not stand."""
     target = random_target(device)
     figures["weights"] = target.weights
 

@@ -34,7 +34,7 @@ _IMPLEMENTATION = "_attn_implementation_internal"  # of a config, where the name
 class _Calls(threading.local):
     """The caches of the calls that are under way in this thread, the innermost last.
 
-    A model gives its attention function no argument that would say which cache is meant. One that an interrupt kept from being taken
+    A model gives its attention function no argument that says which cache is meant. One that an interrupt kept from being taken
     out again is not kept alive.
     """
 
@@ -106,7 +106,7 @@ _NO_MODULE = torch.nn.Module()  # for `attend_grouped`, which with a mask of boo
 def _scatter_and_attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, scaling: float | None
 ) -> Tensor:
-    """`RaggedLayer.update` and `attend_grouped` in a compiled graph: one operator, which learns of lengths and slots when it runs."""
+    """`RaggedLayer.update` and `attend_grouped` in a compiled graph: one operator, told of lengths and slots when it runs."""
     cache = _innermost_cache()
     keys, values = cache.ragged_layers[layer].update(key, value)
     output, _ = attend_grouped(_NO_MODULE, query, keys, values, cache.plan.masks[int(mask)], scaling)

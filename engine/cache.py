@@ -124,7 +124,7 @@ class RaggedLayer(CacheLayerMixin):
         return self.keys[:, :, : plan.kv_length][plan.rows], self.values[:, :, : plan.kv_length][plan.rows]
 
     def grow(self, capacity: int) -> None:
-        """Move to longer buffers, keeping what is there. Where there is no memory for both, all stays as it is, and that is raised."""
+        """Move to longer buffers, keeping what is there. Without memory for both, all stays as it is, and that is raised."""
         if not self.is_initialized or (old := self.keys.shape[2] - 1) >= capacity:
             return
         keys, values = self._zeros_like(self.keys, capacity), self._zeros_like(self.values, capacity)

@@ -88,7 +88,7 @@ def read_checkpoint(
 
 
 def _check_generation_config(folder: Path, role: str) -> None:
-    """Raise ValueError for a damaged generation_config.json, in whose place transformers makes one up: ends of text would be lost."""
+    """Raise ValueError for a damaged generation_config.json: transformers would make one up, and ends of text be lost."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return
@@ -142,8 +142,8 @@ def _check_has_config(folder: Path, location: str, role: str) -> None:
         return
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"{role} must be a whole model, got the adapter {location}: load it and its base model with transformers, and pass the "
-            f"live model, or merge the two with merge_and_unload() of peft"
+            f"{role} must be a whole model, got the adapter {location}: load it and its base model with transformers, and pass "
+            f"the live model, or merge the two with merge_and_unload() of peft"
         )
     kind = "folder" if Path(location).is_dir() else "hub repository"
     hint = "" if kind == "folder" else " (of a GGUF file, pass the path to which it was downloaded)"

@@ -152,8 +152,7 @@ def generate(
 ) -> int:
     """Continue prompts: from the command line, a file or standard input.
 
-    With --json, each prompt gives one line with its index, text, token_ids, finish_reason and stats, and logprobs if asked for; or an
-    "error".
+    With --json, each prompt gives a line: index, text, token_ids, finish_reason, stats, and logprobs if asked for; or an "error".
     """
     from .config import SamplingParams
 

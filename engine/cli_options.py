@@ -6,7 +6,10 @@ from typing import Annotated, Any
 import typer
 
 _DEBUG_VARIABLE = "ENGINE_DEBUG"
-PROMPTS_HELP = 'A prompt per line, or JSON lines with "prompt", "turns" (a list, whose first is taken) or "messages" (a chat); "-": stdin. Empty lines do not count.'
+PROMPTS_HELP = (
+    'A prompt per line, or JSON lines with "prompt", "turns" (a list, whose first is taken) or "messages" (a chat); '
+    '"-": stdin. Empty lines do not count.'
+)
 
 
 def _debug(wanted: bool) -> bool:

@@ -62,8 +62,8 @@ _codes = WeakKeyDictionary[PreTrainedModel, CodeType]()
 
 
 def _own_forward(model: PreTrainedModel) -> Callable[..., Any]:
-    """A model's forward pass as a function with code that no other model has. By the code torch.compile counts graphs: it makes eight
-    and no more, and all models of a class have that of their `forward` in common."""
+    """A model's forward pass as a function with code that no other model has. By the code torch.compile counts graphs: it makes
+    eight and no more, and all models of a class have that of their `forward` in common."""
     forward = model.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -163,8 +163,8 @@ class SamplingParams:
         processor = self.logits_processor
         if processor is not None and (not callable(processor) or isinstance(processor, type)):
             raise ValueError(
-                f"logits_processor must be callable as a LogitsProcessor of transformers is, or None, got {processor!r}; several go "
-                f"into one LogitsProcessorList"
+                f"logits_processor must be callable as a LogitsProcessor of transformers is, or None, got {processor!r}; several "
+                f"go into one LogitsProcessorList"
             )
         checked |= {"stop": tuple(stop), "stop_token_ids": check_ints("stop_token_ids", self.stop_token_ids, 0)}
         if self.repetition_penalty is not None:

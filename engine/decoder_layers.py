@@ -88,7 +88,8 @@ class DecoderLayers:
             raise UnsupportedModelError(f"layers of type {kind!r} cannot be left out: {error}") from error
         if (difference := beyond_rounding(logits, expected)) is not None:
             raise UnsupportedModelError(
-                f"layers of type {kind!r} cannot be left out: those after them depend on more than the hidden states ({difference})"
+                f"layers of type {kind!r} cannot be left out: those after them depend on more than the hidden states "
+                f"({difference})"
             )
 
 

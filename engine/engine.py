@@ -128,8 +128,8 @@ class Engine:
             InvalidLogitsError: if the target's logits for some prompt have NaN or +inf, or nothing but -inf; raised once all
                 others have ended, with their outputs.
             EngineError: if a stream of this engine is still open, if its drafter has since been attached to another engine or
-                returns an invalid proposal, or if the target's dtype, device or vocabulary has changed since loading, or others have
-                compiled it.
+                returns an invalid proposal, or if the target's dtype, device or vocabulary has changed since loading, or
+                others have compiled it.
 
             Any exception raised while prompts are served, KeyboardInterrupt included, has an attribute `outputs`: the outputs so
             far, in the prompts' order, None where unfinished. This includes a ValueError for a logits_processor that does not

@@ -47,7 +47,8 @@ def converted(path: Path, dtype: torch.dtype, role: str) -> Path:
         ValueError: if the file is no GGUF file, is truncated, is one part of several, or changes meanwhile.
         UnsupportedModelError: for an architecture that cannot be decoded over a ragged cache (a ValueError).
         ImportError: without the package gguf, or others that transformers reads such files through.
-        OSError: if the file cannot be read, or the cache folder not written (the environment variable SPECULATIVE_ENGINE_CACHE moves it).
+        OSError: if the file cannot be read, or the cache folder not written (the environment variable
+            SPECULATIVE_ENGINE_CACHE moves it).
     """
     path, root = path.resolve(), _cache_root()
     try:
@@ -164,7 +165,8 @@ def _check_file(path: Path, role: str) -> None:
         ) from error
     if num_parts > 1:
         raise ValueError(
-            f"{role} must be one whole GGUF file, got {path}, one of {num_parts} parts: merge them first (llama-gguf-split --merge)"
+            f"{role} must be one whole GGUF file, got {path}, one of {num_parts} parts: merge them first "
+            f"(llama-gguf-split --merge)"
         )
     if not tensors or end > path.stat().st_size:
         raise ValueError(
@@ -177,8 +179,8 @@ def _check_file(path: Path, role: str) -> None:
 
 
 def _fingerprint(path: Path, root: Path) -> str:
-    """Name of a file's content, and of how it is converted. The cache folder keeps it for as long as the file is not written to, as
-    to read gigabytes takes seconds."""
+    """Name of a file's content, and of how it is converted. The cache folder keeps it for as long as the file is not written to,
+    as to read gigabytes takes seconds."""
     state = [_FORMAT, *_state(path)]
     place = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
     note = root / f"{place}.json"

@@ -1,7 +1,7 @@
 """Decoder layers of Llama's kind that do the same in fewer launches, on a GPU.
 
-A captured round costs no host time per operation, but a GPU takes 2 us for each, however small. On an H100 the layers of a Llama of
-8B took 245 us each for one token, of which reading their weights takes 150; the rest were some 30 launches for norms, rotary
+A captured round costs no host time per operation, but a GPU takes 2 us for each, however small. On an H100 the layers of a Llama
+of 8B took 245 us each for one token, of which reading their weights takes 150; the rest were some 30 launches for norms, rotary
 embedding, activation and sums, which are 5 here (kernels/layers.py). Results are rounded where transformers rounds them.
 
 How layers are fused, and when they run as they are: fused_layers.py.

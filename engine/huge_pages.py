@@ -1,9 +1,9 @@
 """The process's memory in huge pages, for a CPU under Linux.
 
-Decoding reads all weights for each token. In pages of 4 KiB the processor looks up another page for each 2,048 weights in bfloat16,
-on a virtual machine through the page tables of both. Pages of 2 MiB take a 512th of that. Where
-/sys/kernel/mm/transparent_hugepage/enabled says "madvise", as Debian and Ubuntu have it, malloc's memory, in which weights lie,
-gets such pages on request only: MADV_COLLAPSE (Linux 6.1) copies what is there.
+Decoding reads all weights for each token. In pages of 4 KiB the processor looks up another page for each 2,048
+weights in bfloat16, on a virtual machine through the page tables of both. Pages of 2 MiB take a 512th of that. Where
+/sys/kernel/mm/transparent_hugepage/enabled says "madvise", as Debian and Ubuntu have it, malloc's memory, in which
+weights lie, gets such pages on request only: MADV_COLLAPSE (Linux 6.1) copies what is there.
 """
 
 import ctypes

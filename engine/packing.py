@@ -44,7 +44,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[out_features, in_features], of a Conv1D [in_features, out_features]; a new tensor where it is held in another layout."""
+        """[out_features, in_features], of a Conv1D [in_features, out_features]; a new tensor if held in another layout."""
         weight = self.product.weight(self._index)
         return weight.T.contiguous() if self._transposed else weight
 

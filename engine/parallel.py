@@ -160,8 +160,8 @@ class Ranks:
 
     @contextmanager
     def told_errors(self, what: str) -> Iterator[None]:
-        """While this is entered, what the ranks were given is checked. If all is well, `require_same` of the same name is to follow; a
-        ValueError is compared here instead, as the others would wait for this rank.
+        """While this is entered, what the ranks were given is checked. If all is well, `require_same` of the same name is to
+        follow; a ValueError is compared here instead, as the others would wait for this rank.
         """
         try:
             yield

@@ -13,8 +13,8 @@ Prompt = str | list[dict[str, Any]]  # text, or the messages of a chat
 def read_prompts(arguments: list[str], file: str | None) -> Sequence[Prompt]:
     """Prompts from the command line, else a file, else standard input as a whole.
 
-    A line of a file is a prompt, or a JSON object: with "prompt", text; with "turns", a list of texts, of which the first is taken;
-    or with "messages", those of a chat.
+    A line of a file is a prompt, or a JSON object: with "prompt", text; with "turns", a list of texts, of which the first is
+    taken; or with "messages", those of a chat.
 
     Raises:
         ValueError: if there are none, or a line of a file holds none.

@@ -13,9 +13,9 @@ _COMPOSED = (str, list, tuple, dict, BatchEncoding)  # what is no token id, and 
 def split(prompts: Any) -> tuple[list[Any], bool]:
     """A list of prompts, and whether only one was given.
 
-    A string, ids (in a list, a tensor, an array or what a tokenizer returns for one text) and a list of chat messages are one prompt;
-    a list of prompts is several, and so is what a tokenizer returns for a list of texts (but for a tensor of one row, as which it
-    returns one text as well).
+    A string, ids (in a list, a tensor, an array or what a tokenizer returns for one text) and a list of chat messages are one
+    prompt; a list of prompts is several, and so is what a tokenizer returns for a list of texts (but for a tensor of one row, as
+    which it returns one text as well).
 
     Raises:
         ValueError: for an empty list, or what is no prompt at all.

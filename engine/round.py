@@ -23,8 +23,8 @@ from .state import BatchState, Proposal
 class Round:
     """Runs the rounds of an engine.
 
-    With CUDA graphs, which are the target's, the two halves of a round, drafting and verification, are graphs of their own: between
-    them the clock takes the time. A drafter that works on the host has parts of its work captured itself.
+    With CUDA graphs, which are the target's, the two halves of a round, drafting and verification, are graphs of their own:
+    between them the clock takes the time. A drafter that works on the host has parts of its work captured itself.
 
     Args:
         target: verifies; its cache holds the rows' K/V.
@@ -51,8 +51,8 @@ class Round:
             trim: cuts what is not worth verifying from a proposal.
 
         Returns:
-            The packed result of `verify_and_commit`, on the device: for `round_results.unpack`, when it has come to the host. What it
-            says of inactive rows means nothing.
+            The packed result of `verify_and_commit`, on the device: for `round_results.unpack`, when it has come to the host. What
+            it says of inactive rows means nothing.
 
         Raises:
             EngineError: if the drafter returns something that is no proposal for this state.

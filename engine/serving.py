@@ -97,8 +97,8 @@ class Server:
     def warmup(self, num_rows: int, text_length: int, params: SamplingParams) -> None:
         """Run every kind of round that rows of such texts may need. The rows are not active, so nothing changes.
 
-        All graphs that this captures are kept, however many they are. On a CPU there is nothing to capture, and only what samples to
-        compile.
+        All graphs that this captures are kept, however many they are. On a CPU there is nothing to capture, and only
+        what samples to compile.
 
         Args:
             num_rows: that decode together.
@@ -141,8 +141,8 @@ class Server:
     def warm_up_reading(self, text_length: int) -> None:
         """Compile what prompts of such texts are read with, and have libraries load what they need for it.
 
-        By having the target, and models that draft, read anything into slots, which are free: into the first one, and into another,
-        where kernels are told which.
+        By having the target, and models that draft, read anything into slots, which are free: into the first one, and into
+        another, where kernels are told which.
         """
         if self._device.type == "cpu":
             return

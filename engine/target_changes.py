@@ -43,7 +43,7 @@ def make_ready(ragged: RaggedModel, role: str) -> None:
 
 
 def work_of(models: Iterable[nn.Module]) -> Work:
-    """That of these models: their modules, parameters and buffers and where these lie, adapters, and hooks, those of all modules too.
+    """That of these models: modules, parameters and buffers and where these lie, adapters, and hooks, those of all modules too.
 
     Values do not count, as a graph reads them where they lie; nor do transformers' own hooks, which its first calls add.
     """

@@ -11,8 +11,8 @@ using the instructions for bfloat16, oneDNN takes 8.5 and 24 ms, FBGEMM 7.0 and 
 product reads its weights from memory, oneDNN takes 13.0 ms for 1 row, 13.2 for 6 and 13.4 for 16.
 
 float32 stays as it is, but for siblings, which become one matrix: there torch's own products (MKL's) read a row-major one at 26 to
-31 GB/s for one row, oneDNN its own layout at 12 to 28, and for up to 8 rows are the faster nearly everywhere (that Intel; for 16 to
-512 rows neither is). In oneDNN's a plain step of eight layers of SmolLM2's size took 1.4 times as long as in `transformers`.
+31 GB/s for one row, oneDNN its own layout at 12 to 28, and for up to 8 rows are the faster nearly everywhere (that Intel; for 16
+to 512 rows neither is). In oneDNN's a plain step of eight layers of SmolLM2's size took 1.4 times as long as in `transformers`.
 """
 
 import logging

@@ -10,8 +10,8 @@ the keys it has seen, the program keeps per query row
 
     peak  the largest s      mass  sum of exp(s - peak)      sums  sum of exp(s - peak) v
 
-(Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). If there is only one split, the program divides and is done.
-Otherwise it leaves the three in scratch memory, and a second launch combines the splits of each query row in their order.
+(Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). If there is only one split, the program divides and is
+done. Otherwise it leaves the three in scratch memory, and a second launch combines the splits of each query row in their order.
 
 Why a second launch, and not the last program to arrive: that program would read alone what many wrote, at 128k keys 3 MB, in the
 time in which the whole GPU reads 400 MB. A launch also needs no counters, so a captured graph needs no memory but its scratch.
@@ -239,9 +239,9 @@ def split_size_for(num_tiles: int) -> int:
 def blocks_for(query_rows: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Sizes of a program's blocks. They follow from what a row's result may depend on alone: not from batch, lengths or capacity.
 
-    - Up to 32 query rows, a block of K and one of V are 16 KiB each (at D = 128), and up to two of each are in flight: 70 to 82 KiB
-      of shared memory, and less than 256 registers for each of 128 threads. So two programs fit on a processor, with 128 KiB in
-      flight: three times what keeps an H200 busy (4.8 TB/s x 1 us / 132 processors = 36 KB).
+    - Up to 32 query rows, a block of K and one of V are 16 KiB each (at D = 128), and up to two of each are in flight: 70 to
+      82 KiB of shared memory, and less than 256 registers for each of 128 threads. So two programs fit on a processor, with
+      128 KiB in flight: three times what keeps an H200 busy (4.8 TB/s x 1 us / 132 processors = 36 KB).
     - More query rows need more registers, so blocks are half as large, and three programs fit on a processor.
     - AMD's processors have 64 KiB of shared memory in all.
     - No tensor core multiplies in the precision of float32. Fused multiply-adds want few rows and many threads.

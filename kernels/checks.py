@@ -1,5 +1,5 @@
-"""Checks of arguments before a call: of type, dtype, shape and device. Never of the values of a tensor: reading them would wait for
-its device."""
+"""Checks of arguments before a call: of type, dtype, shape and device. Never of the values of a tensor: reading them would
+wait for its device."""
 
 import math
 import operator

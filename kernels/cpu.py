@@ -192,7 +192,7 @@ def _of_rows(
 
 
 def _in_threads(loop: Callable[..., None], batch: int, work: int, *arguments: Any) -> None:
-    """Run a loop over all sequences of a batch, each of which is worked on by itself, in several threads if there is much to do."""
+    """Run a loop over all sequences of a batch, each worked on by itself, in several threads if there is much to do."""
     if not cpu_loops.kept(loop):
         logger.warning("compiling %s for this CPU, which takes some ten seconds once on a machine", loop.__name__)
 

@@ -19,7 +19,7 @@ _INF, _MINUS_INF = 0x7F80, 0xFF80  # of bfloat16, as 16 bits
 def verify(target_logits: Tensor, draft_tokens: Tensor) -> Verdict | None:
     """The verdict on drafts [B, K] by logits [B, K+1, V] with bias and mask; None if some row may be no distribution.
 
-    Of bfloat16 the bits are compared, in a third of the time: as integers, numbers above 0 are in their own order, and above all others.
+    Of bfloat16 the bits are compared, in a third of the time: as integers, numbers above 0 keep their order, above all others.
     """
     target_logits = target_logits.detach()
     if target_logits.dtype == torch.bfloat16:

@@ -1,9 +1,9 @@
 """The loops over rows of logits on a CPU, which Numba compiles; cpu.py calls them. What they compute is in reference.py.
 
 A row is read block by block of DRAW_BLOCK tokens, which stay in the first-level cache while they are worked on in vector
-instructions. Each sequence is worked on by itself, from its first row on, up to the row that decides: rows after it are not read, but
-for those of all drafts under `block`. Beside the rows there is scratch memory for the sums of blocks, and, under top-k or top-p,
-for one row's largest logits.
+instructions. Each sequence is worked on by itself, from its first row on, up to the row that decides: rows after it are not read,
+but for those of all drafts under `block`. Beside the rows there is scratch memory for the sums of blocks, and, under top-k or
+top-p, for one row's largest logits.
 
 If a row up to that one, or a draft's row, is not a distribution, the loops give no verdict, and the reference decides instead: the
 verdict and its status.
@@ -165,8 +165,8 @@ def _largest(part):
 
 @_inner
 def _scratch(size, options):
-    """Room to work on a row: two parts of it, the sums of the weights of all blocks, the largest of all groups, and, where there is
-    top-k or top-p, as many logits as it has."""
+    """Room to work on a row: two parts of it, the sums of the weights of all blocks, the largest of all groups, and, where there
+    is top-k or top-p, as many logits as it has."""
     blocks, groups, few = -(-size // DRAW_BLOCK), -(-size // GROUP), size if len(options[0]) or len(options[1]) else 0
     both = np.empty(DRAW_BLOCK, _F32), np.empty(DRAW_BLOCK, _F32)
     return *both, np.empty(blocks, _F32), np.empty(groups, _F32), np.empty(few, _F32)
@@ -195,8 +195,8 @@ def _options_of(options, b):
 
 @_inner
 def _amount(scratch, row, scale, peak, bound):
-    """The sum of the weights 2**((logit - peak) * scale) of the tokens from a bound on; their number where the scale is 0. Those of
-    each block stay in the scratch."""
+    """The sum of the weights 2**((logit - peak) * scale) of the tokens from a bound on; their number where the scale is 0. Those
+    of each block stay in the scratch."""
     weights, sums = scratch[0], scratch[2]
     amount = 0.0
     for block in range(len(sums)):
@@ -211,8 +211,8 @@ def _amount(scratch, row, scale, peak, bound):
 
 @_inner
 def _select(values, scale, peak, wanted):
-    """The largest of the values from which on the amounts come to what is wanted, or the least, and whether they do; by partitions, as
-    quickselect finds a rank. It leaves the values in another order."""
+    """The largest of the values from which on the amounts come to what is wanted, or the least, and whether they do; by
+    partitions, as quickselect finds a rank. It leaves the values in another order."""
     first, last = 0, len(values)
     found, before = -_INF, 0.0
     # Pivots come from anywhere: those in the middle, say, are the least again and again where a row rises to both ends.
@@ -247,8 +247,8 @@ def _select(values, scale, peak, wanted):
 
 @_inner
 def _reaching(scratch, row, scale, peak, depth, wanted):
-    """The largest logit from which on the amounts of a row come to what is wanted. It is looked for among those of some depth below
-    the peak, where these are too few among those twice as far down, and so on, and at last among all."""
+    """The largest logit from which on the amounts of a row come to what is wanted. It is looked for among those of some depth
+    below the peak, where these are too few among those twice as far down, and so on, and at last among all."""
     if not wanted > 0:
         return peak
     part, few = scratch[0], scratch[4]
@@ -337,7 +337,7 @@ def _draw_block(sums, noise):
 
 @_inner
 def _draw_in(weights, start, noise, best, chosen):
-    """The token whose weight / time of arrival is largest, of groups from `start` on, if one is larger than `best`; that and its id."""
+    """The token whose weight / time of arrival is largest, of groups from `start` on, if one is above `best`; that and its id."""
     for first in range(0, len(weights), GROUP):
         group = weights[first : first + GROUP]
         time, place = _first_arrival(noise, (start + first) // GROUP)
@@ -358,7 +358,7 @@ def _draw_in(weights, start, noise, best, chosen):
 
 @_inner
 def _draw_by_token(scratch, row, seen, inverse, noise):
-    """A token of the row, with noise for each. The token that arrives first in each group comes first: after these, few groups matter."""
+    """A token of the row, with noise for each. The first to arrive in each group comes first: after these, few groups matter."""
     weights, largest = scratch[0], scratch[3]
     peak, least, _ = seen
     size = row[3]
@@ -417,8 +417,8 @@ def sample_rows(
     top_k, top_p, min_p, temperature, seed, position, origin, stream,
     threshold, lse, argmax, tokens, logprobs, decided,
 ):  # fmt: skip
-    """Stats of rows [B, W], and what they draw, for sequences from `begin` up to `end`; see `reference.sample`. The last result is of
-    which rows are decided."""
+    """Stats of rows [B, W], and what they draw, for sequences from `begin` up to `end`; see `reference.sample`. The last result is
+    of which rows are decided."""
     rows, options = (narrow, wide, size, by_sequence, by_row), (top_k, top_p, min_p, temperature)
     width = tokens.shape[1]
     scratch = _scratch(rows[2], options)
@@ -581,8 +581,8 @@ def verify_sequences(
 ):  # fmt: skip
     """Verify sequences from `begin` up to `end`, one after another. The last result is which ones are decided.
 
-    `target` and `draft` are rows, `draft_stats` the lse and the threshold of each of the draft's. The rows of a target that is packed
-    begin at `cu`, which is empty otherwise."""
+    `target` and `draft` are rows, `draft_stats` the lse and the threshold of each of the draft's. The rows of a target that is
+    packed begin at `cu`, which is empty otherwise."""
     target, options = (narrow, wide, size, by_sequence, by_row), (top_k, top_p, min_p, temperature)
     draft = draft_narrow, draft_wide, draft_size, draft_by_sequence, draft_by_row
     width = tokens.shape[1]

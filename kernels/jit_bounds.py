@@ -57,7 +57,7 @@ def flat(number, x, SIZE: tl.constexpr):
 
 @triton.jit
 def as_vector(x, SIZE: tl.constexpr):
-    """A tensor of SIZE elements as a vector, in an arbitrary order: where that is possible, elements stay in the registers where they are."""
+    """A tensor of SIZE elements as a vector, in an arbitrary order: where possible, elements stay in the registers they are in."""
     return tl.reshape(x, [SIZE], can_reorder=True) if _ANY_ORDER else tl.reshape(x, [SIZE])
 
 
@@ -126,10 +126,10 @@ def sampled_bounds(sample, samples, inverse_temperature, best, total, by_count, 
 @triton.jit
 def proven_bound(memory, row, best, inverse_temperature, by_count, wanted, lowest, highest, SHIFT: tl.constexpr,
                  NUM_GROUPS: tl.constexpr):  # fmt: skip
-    """The largest key at or above which there certainly is enough, or `lowest`; and the number of groups that reach it, which are listed.
+    """The largest key at or above which there certainly is enough, or `lowest`; and how many groups reach it, which are listed.
 
     What is certain of a block that reaches a bound: it has as many tokens there as it has groups that do; and the larger of two
-    masses, that of the largest logits of these groups, and its own less the most that all its tokens below the bound could have."""
+    masses, that of the largest logits of these groups, and its own less the most that its tokens below the bound could have."""
     block, part = tl.arange(0, NUM_GROUPS // GROUPS), tl.arange(0, GROUPS)
     inside = block < memory[2]
     at = group_peaks_at(memory, row) + block[:, None] * GROUPS + part[None, :]

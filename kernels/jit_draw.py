@@ -86,7 +86,7 @@ def _first_values(rows, batch, column, row, memory, threshold, best, inverse_tem
 
 @triton.jit
 def _list_contenders(bound, top, token, time, most, row, memory, COUNT: tl.constexpr):
-    """List up to COUNT groups that may hold a value above `top`, with their first token, its time and their largest (x - best) / T.
+    """List up to COUNT groups that may hold a value above `top`, with their first token, its time and the largest (x - best) / T.
 
     Returns how many are listed, and the bounds [NUM_GROUPS] with -inf for these."""
     chosen = bound > top
@@ -166,8 +166,8 @@ def kept_masses(rows, batch, column, row, memory, threshold, left_out, inverse_t
                 NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """As `block_masses`, over the tokens with x >= threshold other than `left_out`.
 
-    Reads only the groups that have such tokens. Overwrites their largest logits, and what the search has left of the row, which is room
-    for 3.6 million tokens."""
+    Reads only the groups that have such tokens. Overwrites their largest logits, and what the search has left of the row, which is
+    room for 3.6 million tokens."""
     masses_at, last = search_at(memory, row), memory[2] * GROUPS
     count = fetch(as_int(row_at(memory, ROW_LISTED, row)), True, 0)
     if count < 0:
@@ -212,7 +212,7 @@ def choose_token(log_weight, first, noise, BLOCK: tl.constexpr):
 def draw_in_two_levels(
     rows, batch, column, peak, mass, threshold, left_out, inverse_temperature, noise, BLOCK: tl.constexpr
 ):
-    """A token drawn from a row whose blocks have these peaks and masses [NUM_BLOCKS], and whether there is any. Reads one block."""
+    """A token drawn from a row with these peaks and masses of blocks [NUM_BLOCKS], and whether there is any. Reads one block."""
     best = peak_or_0(tl.max(peak, axis=0))
     log_mass = tl.where(mass > 0, (peak - best) * inverse_temperature + tl.log(mass), float("-inf"))
     chosen, found = choose_block(log_mass, noise, mass.shape[0])

@@ -3,14 +3,14 @@
 An *amount* decides which logits stay: under top-k the number of logits that are at least t, under top-p their mass. The threshold
 is the largest t at which the amount at or above t is enough: at least k, or p times the mass that top-k left.
 
-1. The first reading of the row leaves the largest logit of each group of 256 tokens, and the mass of each block of 1024. If k groups
-   reach t, so do k tokens; and those largest logits have a mass, too. So there are bounds at or above which there certainly is
-   enough. The largest of them is found by halving, without any reading of the row.
+1. The first reading of the row leaves the largest logit of each group of 256 tokens, and the mass of each block of 1024. If k
+   groups reach t, so do k tokens; and those largest logits have a mass, too. So there are bounds at or above which there certainly
+   is enough. The largest of them is found by halving, without any reading of the row.
 2. A *sweep* reads the groups that reach that bound, and collects all logits at or above it. It also sums up the mass that min-p
    leaves.
-3. The first reading also leaves a sample, every n-th token. If by that there is no room for all these logits (CONTENDERS), the sample
-   gives two other bounds that the threshold lies between, three standard deviations to either side. The sweep then checks exactly
-   that it does, and collects the logits between.
+3. The first reading also leaves a sample, every n-th token. If by that there is no room for all these logits (CONTENDERS), the
+   sample gives two other bounds that the threshold lies between, three standard deviations to either side. The sweep then checks
+   exactly that it does, and collects the logits between.
 4. The threshold is found by halving among the logits collected. What is halved are keys: integers in the order of the logits.
 
 If the sample misled, or there is no room for the logits between (CONTENDERS), the bracket is halved and the row is swept again. A
@@ -63,9 +63,9 @@ def _sweep(rows, batch, column, row, memory, count, low, high, cut_off, best, in
            BLOCKS: tl.constexpr):  # fmt: skip
     """One reading of the `count` listed groups, which are those that reach `low`. low and high are keys.
 
-    Returns count and mass of the logits at or above `high`, count [BLOCKS] and mass of those in [low, high), and the mass at or above
-    the logit `cut_off`, if there is one (too little where it is below `low`). The logits in [low, high) are left as contenders, each warp's
-    by themselves, as far as there is room."""
+    Returns count and mass of the logits at or above `high`, count [BLOCKS] and mass of those in [low, high), and the mass at or
+    above the logit `cut_off`, if there is one (too little where it is below `low`). The logits in [low, high) are left as
+    contenders, each warp's by themselves, as far as there is room."""
     ROOM: tl.constexpr = _CONTENDERS // BLOCKS
     least, most = key_logit(low, SHIFT), key_logit(high, SHIFT)
     _, contenders = sample_and_contenders(memory, row)
@@ -200,8 +200,8 @@ def find_threshold(
     filters,  # (top_k, top_p, min_p), [B] each or None
     SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The smallest logit that the filters keep; sum of exp((x - best) / T) over what they keep; and how many groups are listed, among
-    which are all that hold what they keep, or -1."""
+    """The smallest logit that the filters keep; sum of exp((x - best) / T) over what they keep; and how many groups are listed,
+    among which are all that hold what they keep, or -1."""
     top_k, top_p, min_p = filters
     vocab_size = vocab_size_of(rows)
     k, p, m = tl.zeros([], tl.int32), tl.full([], 1.0, tl.float32), tl.zeros([], tl.float32)
@@ -246,11 +246,12 @@ def find_threshold(
                     deviation = 3 + tl.sqrt(wanted / scale + 5.25)
                     leave_top = (p >= 1) | (by_count == 0) | (scale * deviation * deviation > _CONTENDERS)
                     low, high, over, over_mass, found, within_mass, uncut_mass, listed = _collect(
-                        rows, batch, column, row, memory, cut_off, best, total, inverse_temperature, by_count, wanted, low, highest,
-                        leave_top, scale, SHIFT, NUM_GROUPS, BLOCKS,
+                        rows, batch, column, row, memory, cut_off, best, total, inverse_temperature, by_count, wanted, low,
+                        highest, leave_top, scale, SHIFT, NUM_GROUPS, BLOCKS,
                     )  # fmt: skip
                 low, mass = _halve(
-                    values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, by_count, wanted, ROOM, SHIFT
+                    values, found, low, high, over, over_mass, within_mass, best, inverse_temperature, by_count, wanted,
+                    ROOM, SHIFT
                 )  # fmt: skip
         threshold = key_logit(low, SHIFT)
     if min_p is not None:
@@ -269,7 +270,7 @@ def filter_row(
     rows, batch, column, row, memory, threshold, best, total, inverse_temperature, greedy, filters,
     SHIFT: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """`find_threshold` for any row. Greedy rows and rows without a distribution are not filtered: they keep `threshold` and `total`."""
+    """`find_threshold` for any row. Greedy rows and rows without a distribution keep `threshold` and `total`, unfiltered."""
     mass, listed = total, tl.full([], -1, tl.int32)
     if (tl.abs(best) < float("inf")) & (not greedy):
         threshold, mass, listed = find_threshold(

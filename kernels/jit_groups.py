@@ -72,7 +72,7 @@ def _list_at(memory, row):
 
 @triton.jit
 def list_groups(memory, row, bound, NUM_GROUPS: tl.constexpr):
-    """List the groups of a row that have a logit >= bound other than -inf, and return how many they are. Overwrites the last list."""
+    """List the groups of a row that have a logit >= bound other than -inf, and return their number. Overwrites the last list."""
     block, part = tl.arange(0, NUM_GROUPS // GROUPS)[:, None], tl.arange(0, GROUPS)[None, :]
     return list_reaching(fetch_group_peaks(memory, row, block * GROUPS + part), bound, memory, row)
 
@@ -93,7 +93,7 @@ def list_reaching(peaks, bound, memory, row):
 
 @triton.jit
 def listed_groups(memory, row, start, count, BLOCKS: tl.constexpr):
-    """The listed groups from place `start` of `count` on that are read at once [BLOCKS]; after the last a group beyond the vocabulary."""
+    """Listed groups from place `start` of `count` on, read at once [BLOCKS]; after the last, a group beyond the vocabulary."""
     place = start + tl.arange(0, BLOCKS)
     return fetch(_list_at(memory, row) + place, place < count, memory[2] * GROUPS)
 

@@ -56,8 +56,8 @@ def uniforms(seed, position, origin, STREAM: tl.constexpr):
 def log1m(u):
     """log(1 - u) for u in [0, 1). log1p needs libdevice, which the interpreter lacks.
 
-    Below 1/2 it is -2 atanh(s) with s = u / (2 - u) <= 1/3, by the series s + s^3 / 3 + ... + s^15 / 15. The terms left out come to
-    2e-9. Above 1/2, 1 - u is exact.
+    Below 1/2 it is -2 atanh(s) with s = u / (2 - u) <= 1/3, by the series s + s^3 / 3 + ... + s^15 / 15. The terms left out come
+    to 2e-9. Above 1/2, 1 - u is exact.
     """
     s = u / (2 - u)
     t = s * s

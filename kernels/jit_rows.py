@@ -14,16 +14,16 @@ Tuples that the kernels pass on:
 
     rows    (logits, bias, mask, cu_logits, cu_adjust); bias and mask may be None. Each of the first three is a view of a tensor
             [B, W, V]: (pointer, vocabulary size, stride of batch, of row, of token).
-            Packed rows are a view of [N, V] with a batch stride of 0: sequence b has the rows from cu[b] up to cu[b + 1]. cu_logits
-            is the cu of the logits, cu_adjust that of bias and mask; None: not packed. A missing row is -inf throughout.
+            Packed rows are a view of [N, V] with a batch stride of 0: sequence b has the rows from cu[b] up to cu[b + 1].
+            cu_logits is the cu of the logits, cu_adjust that of bias and mask; None: not packed. A missing row is -inf throughout.
     memory  (scratch, number of rows, blocks of a row, room for a search): where they leave their numbers.
     noise   (seed, position, origin, stream): what a random number is for, besides its index (jit_random.py).
 
-A tile is held as [BLOCK / 256, BLOCKS, 256]. A warp then has whole blocks, with 8 neighbouring tokens to a thread, and computes the
-stats of a block in registers and by shuffles.
+A tile is held as [BLOCK / 256, BLOCKS, 256]. A warp then has whole blocks, with 8 neighbouring tokens to a thread, and computes
+the stats of a block in registers and by shuffles.
 
-max and argmax skip NaN in the interpreter but need not on a GPU. So a NaN must not decide anything: +inf as the largest logit marks
-a row that has no distribution. `read` turns NaN into +inf. After `read_raw` the sum of exponentials shows that there was a NaN.
+max and argmax skip NaN in the interpreter but need not on a GPU. So a NaN must not decide anything: +inf as the largest logit
+marks a row that has no distribution. `read` turns NaN into +inf. After `read_raw` the sum of exponentials shows a NaN.
 """
 
 import triton
@@ -35,8 +35,8 @@ from .records import DRAW_BLOCK, GREEDY_BELOW
 BLOCK = DRAW_BLOCK
 LANES = Constant(256)  # neighbouring tokens of a block that a warp reads at once: 16 bytes a thread in bf16
 LOG2_E = Constant(1.4426950408889634)
-# This gives each thread 32 tokens: work that is done once per program then counts little, and four loads of 16 bytes in bf16 are in
-# flight at once.
+# This gives each thread 32 tokens: work that is done once per program then counts little, and four loads of 16 bytes in bf16
+# are in flight at once.
 TILE_BLOCKS, THREADS = 8, 256
 
 # Fields of the scratch memory: for each block of each row, and for each row.
@@ -51,7 +51,7 @@ _TINY = Constant(2.0**-126)  # the smallest normal float32
 
 @triton.jit
 def read_raw(rows, batch, column, ids, wanted=None):
-    """float32 logits of tokens `ids` >= 0, with bias added, and -inf outside the mask, beyond the vocabulary, and where not `wanted`.
+    """float32 logits of tokens `ids` >= 0, with bias added; -inf outside the mask, beyond the vocabulary, and where not `wanted`.
 
     They are of row `column` (int64, a scalar or of the shape of ids) of sequence `batch` (int64 scalar). ids of three dimensions
     ascend by 1 along the last, which the compiler is told: to leave some out, say which are wanted."""
@@ -111,7 +111,7 @@ def read_at(rows, batch, column, ids):
 
 @triton.jit
 def tile_ids(tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexpr = 1):
-    """Token ids of a tile in its layout, [BLOCK / 256, BLOCKS, 256], or those of every APART-th of its tokens, [..., 256 / APART]."""
+    """Token ids of a tile in its layout, [BLOCK / 256, BLOCKS, 256], or of every APART-th of its tokens, [..., 256 / APART]."""
     block = tile * BLOCKS + tl.arange(0, BLOCKS)
     part, lane = tl.arange(0, BLOCK // LANES), tl.arange(0, LANES // APART) * APART
     return block[None, :, None] * BLOCK + part[:, None, None] * LANES + lane[None, None, :]

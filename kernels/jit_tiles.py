@@ -15,8 +15,8 @@ from .jit_rows import leave_stats, load_temperature, read_raw, tile_ids, vocab_s
 @triton.jit
 def leave_tiles(rows, batch, column, row, memory, temperature, first, tiles, want_argmax, FILTERED: tl.constexpr,
                 MASSES: tl.constexpr, SAMPLE_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Leave the stats of the blocks of `tiles` tiles from tile `first` on, as far as there are so many (see `leave_stats`), the largest
-    logits of their groups, and if FILTERED their part of the sample. Returns what `load_temperature` does.
+    """Leave the stats of the blocks of `tiles` tiles from tile `first` on, as far as there are so many (see `leave_stats`), the
+    largest logits of their groups, and if FILTERED their part of the sample. Returns what `load_temperature` does.
 
     want_argmax: leave the argmax, too, if the row is not greedy; if it is, it is left anyway."""
     beyond = tl.cdiv(vocab_size_of(rows), BLOCKS * BLOCK)

@@ -94,7 +94,7 @@ def fetch_rows(row, inside, memory):
 def fetch_blocks(memory, FIELD: tl.constexpr, row, known, block, other):
     """A field of blocks `block` [N, 1, 32] of the rows of a sequence, row [WIDTH]: [N, WIDTH, 32]; `other` where not `known`.
 
-    A warp then has whole rows, as it has whole blocks of a tile. Without the hint Triton distributes the first axis over the warps."""
+    A warp then has whole rows, as it has whole blocks of a tile. Without the hint Triton spreads the first axis over the warps."""
     at = tl.max_contiguous((row * memory[2])[None, :, None] + block, [1, 2, 32])
     return fetch(blocks_at(memory, FIELD, 0) + at, known, other)
 
@@ -119,7 +119,7 @@ def from_blocks(row, inside, memory, x_left_out, inverse_temperature, greedy, ME
         peak = fetch_blocks(memory, BLOCK_PEAK, row, known, block, float("-inf"))
         mass = fetch_blocks(memory, BLOCK_MASS, row, known, block, 0.0)
         higher = tl.maximum(best, block_max(peak))
-        # Below -1000, exp is 0, also times any finite number. Without the bound, a mass times the lowest float would not be finite.
+        # Below -1000 exp is 0, also times any finite number. Without the bound, a mass times the lowest float would not be finite.
         colder = tl.where(total > 0, tl.maximum((best - higher) * inverse_temperature, -1000.0), 0.0)
         if METHOD == "typical":
             cooler = tl.where(mass > 0, tl.maximum((peak - higher[None, :, None]) * inverse_temperature, -1000.0), 0.0)
@@ -180,7 +180,7 @@ def draft_prefix(p, q, column, num_drafts):
 
 @triton.jit
 def block_length(prefix, mass, length, seed, position, column):
-    """The length of the longest prefix that passes its own test; s_i and r_i are in lane i of `prefix` and `mass`; n = `length`."""
+    """Length of the longest prefix that passes its own test; s_i and r_i are in lane i of `prefix` and `mass`; n = `length`."""
     u = uniforms(seed, position + column - 1, position, ACCEPT)
     passed = tl.where(column < length, u * (mass + 1 - prefix) < mass, u < prefix)
     return tl.max(tl.where(passed & (column > 0) & (column <= length), column, 0), axis=0)

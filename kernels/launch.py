@@ -42,8 +42,8 @@ def view(rows: Tensor) -> tuple[Tensor, int, int, int, int]:
 
 
 def view_4d(tensor: Tensor) -> tuple[Tensor, int, int, int]:
-    """A tensor of 4 dimensions as a kernel takes it: tensor and three strides. Strides of dimensions of size 1 are never used; they
-    are set to 0, so that they cause no variant of their own."""
+    """A tensor of 4 dimensions as a kernel takes it: tensor and three strides. Strides of dimensions of size 1 are never used;
+    they are set to 0, so that they cause no variant of their own."""
     batch, head, column = (
         0 if size == 1 else stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     )

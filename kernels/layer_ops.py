@@ -1,7 +1,7 @@
-"""What lies between the matrix products of a decoder layer of Llama's kind, on any device: from Triton or from torch, chosen as in ops.py.
+"""What lies between the matrix products of a decoder layer of Llama's kind, on any device: from Triton or torch, as in ops.py.
 
-The torch twins are what transformers computes, with its roundings. See layers.py for the formulas and their papers. These are for the
-engine's own calls, whose shapes it knows, and check nothing.
+The torch twins are what transformers computes, with its roundings. See layers.py for the formulas and their papers. These are for
+the engine's own calls, whose shapes it knows, and check nothing.
 """
 
 import torch

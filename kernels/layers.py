@@ -1,11 +1,12 @@
 """What lies between the matrix products of a decoder layer of Llama's kind, each in one launch.
 
-    rms_norm    x / sqrt(mean(x ** 2) + eps), rounded, times the weight (Zhang and Sennrich, arXiv 1910.07467); of a sum x + y, if wanted
+    rms_norm    x / sqrt(mean(x ** 2) + eps), rounded, times the weight (Zhang and Sennrich, arXiv 1910.07467);
+                of a sum x + y, if wanted
     rotate      rotary position embedding (Su et al., arXiv 2104.09864) of queries and keys, in place
     gated_silu  silu(gate) up (Shazeer, arXiv 2002.05202)
 
 While decoding, each of these is a few microseconds of launching and next to no work; transformers' modules take 7, 10 and 2
-launches. Results are rounded to the tensors' dtype where transformers rounds them. What a row comes to does not depend on the others.
+launches. Results are rounded to the tensors' dtype where transformers rounds them. A row's result does not depend on the others.
 """
 
 import torch

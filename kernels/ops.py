@@ -107,9 +107,9 @@ def sample_by_inversion(
     origin: Tensor,  # [B] int64
     stream: int,
 ) -> Draws:
-    """Like `sample(..., return_logprobs=True)`, but cheaper where the compiled CPU loops run: they take one random number per row, and
-    check no arguments. They draw different tokens from the same distribution; use this for drafts that are verified against their
-    distribution."""
+    """Like `sample(..., return_logprobs=True)`, but cheaper where the compiled CPU loops run: they take one random number
+    per row, and check no arguments. They draw different tokens from the same distribution; use this for drafts that are
+    verified against their distribution."""
     rows = temperature, top_k, top_p, min_p
     more: dict[str, Any] = dict(seed=seed, position=position, origin=origin, stream=stream, return_logprobs=True)
     if not use_triton(logits) and use_loops(logits):

@@ -100,8 +100,8 @@ def first_arrivals(
     """In a race: when the first token of each group arrives, and which token that is.
 
     In a race every token arrives after an exponentially distributed time of its own, and -log of that is its Gumbel noise. The
-    first of n tokens arrives after such a time divided by n, whichever it is. Each of the others arrives a time of its own *later*,
-    because the exponential distribution is memoryless. So a group's largest noise is known before that of any other token.
+    first of n tokens arrives after such a time divided by n, whichever it is. Each of the others arrives a time of its own
+    *later*, because the exponential distribution is memoryless. So a group's largest noise is known before that of others.
 
     Args:
         seed, position, origin, stream: [...] int64, broadcast against each other.

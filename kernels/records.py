@@ -34,8 +34,8 @@ class RowStats(NamedTuple):
     Greedy rows (temperature below GREEDY_BELOW): threshold is the row's maximum. lse is that of all logits at temperature 1, so
     logit - lse is the model's own log-probability of the token.
 
-    Rows without a distribution: lse is NaN if there is NaN or +inf in the row, and -inf if the row is -inf throughout. Their threshold
-    means nothing.
+    Rows without a distribution: lse is NaN if there is NaN or +inf in the row, and -inf if the row is -inf throughout.
+    Their threshold means nothing.
     """
 
     threshold: Tensor  # [...] float32 (float64 for float64 logits), in units of the raw logits; -inf: unfiltered

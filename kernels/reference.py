@@ -94,8 +94,8 @@ def verify(
     """How many drafts are accepted, and the next token. With u_i a uniform number per drafted position:
 
     - rejection: draft i is accepted while u_i q(x_i) < p(x_i). After a rejection the next token comes from max(p - q, 0).
-    - block: s_0 = 1 and s_i = min(s_{i-1} p(x_i) / q(x_i), 1). The longest prefix of i drafts with u_i < h_i is accepted; h_i is in
-      `block_test`. After a rejection the next token comes from max(s_i p - q, 0).
+    - block: s_0 = 1 and s_i = min(s_{i-1} p(x_i) / q(x_i), 1). The longest prefix of i drafts with u_i < h_i is accepted; h_i is
+      in `block_test`. After a rejection the next token comes from max(s_i p - q, 0).
     - coupled: draft i is accepted while it is what `sample` draws from the target's row with the same noise.
     - typical: draft i is accepted while p(x_i) > min(epsilon, delta exp(-entropy of p)). q is ignored. Lossy.
 

@@ -72,7 +72,7 @@ def per_row(values: Tensor, dims: int) -> Tensor:
 
 
 def unpacked(values: Tensor, cu: Tensor, width: int, fill: float) -> Tensor:
-    """Packed rows [N, V] as [B, width, V]. Sequence b has the rows from cu[b] up to cu[b+1]; those that are missing hold `fill`."""
+    """Packed rows [N, V] as [B, width, V]. Sequence b has the rows from cu[b] up to cu[b+1]; missing ones hold `fill`."""
     at = cu[:-1, None] + torch.arange(width, device=cu.device)
     missing = ((at < 0) | (at >= cu[1:, None]))[..., None]
     if not len(values):
@@ -83,7 +83,7 @@ def unpacked(values: Tensor, cu: Tensor, width: int, fill: float) -> Tensor:
 def unpacked_with(
     target_logits: Tensor, logit_bias: Tensor | None, token_mask: Tensor | None, cu: Tensor, width: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Packed rows with their bias and mask, as `ops.verify` takes them, as [B, width, V]. Rows that are missing are -inf throughout."""
+    """Packed rows with their bias and mask, as `ops.verify` takes them, as [B, width, V]. Missing rows are -inf throughout."""
     if logit_bias is not None and logit_bias.dim() == 2:
         logit_bias = unpacked(logit_bias, cu, width, 0)
     if token_mask is not None and token_mask.dim() == 2:

@@ -14,9 +14,9 @@ Launch 1 (verify_kernel) has one program per tile of a target row, or for severa
 - The last program of a sequence tests the drafts and draws the next token, in two levels, reading one block of logits again (with
   filters, all blocks that hold a kept logit: jit_decide.py).
 
-One-hot drafts need no more: their residual max(p - one-hot, 0) is p without the draft's token, so the row is read without it. Where
-q is a distribution, launch 2 (residual.py) reads the target's row of the first rejection and the draft's row, or under `block` all
-rows that have a draft. Nothing as wide as the vocabulary is written.
+One-hot drafts need no more: their residual max(p - one-hot, 0) is p without the draft's token, so the row is read without it.
+Where q is a distribution, launch 2 (residual.py) reads the target's row of the first rejection and the draft's row, or under
+`block` all rows that have a draft. Nothing as wide as the vocabulary is written.
 """
 
 import torch

@@ -49,8 +49,8 @@ def warmup(
         vocab_size: V of the target's logits.
         num_draft_tokens: the largest K, >= 0.
         dtype: of the logits.
-        device: of the logits. Where Numba serves, what it compiles is compiled, or loaded if it was before on this machine. Nothing is
-            done where the torch twins serve: under ENGINE_KERNELS=torch, and in float64.
+        device: of the logits. Where Numba serves, what it compiles is compiled, or loaded if it was before on this machine.
+            Nothing is done where the torch twins serve: under ENGINE_KERNELS=torch, and in float64.
         methods: those of `verify` that will be used.
         draft_vocab_size: V of the draft's logits, >= 1; None: drafts are one-hot.
         filters: whether some calls pass top_k, top_p and min_p (each call: all three or none).
@@ -115,8 +115,8 @@ def warmup(
 def _widths(num_draft_tokens: int, vocab_size: int, draft_vocab_size: int | None = None) -> list[int]:
     """One of the widths up to K+1 for each variant.
 
-    Variants differ in the lanes that hold the rows, and in whether the logits of a sequence begin on 16 elements, which decides how
-    the compiler loads them."""
+    Variants differ in the lanes that hold the rows, and in whether the logits of a sequence begin on 16 elements, which decides
+    how the compiler loads them."""
     from .launch import lanes  # here, as that needs Triton
 
     def variant(width: int) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class SharedModels:
         return pad if pad is not None else min(self.eos_token_ids, default=0)
 
     def source(self, name: str = TARGET) -> str:
-        """The folder that a model was read from: its own, the cache's for a hub id, or the one to which a GGUF file was converted."""
+        """The folder that a model was read from: its own, the cache's for a hub id, or that of a GGUF file's conversion."""
         place = str(self.ours[name][0].name_or_path)
         return place if Path(place).exists() else str(files_of(name or self.target_name, "target"))
 

@@ -39,7 +39,8 @@ drafting, nor the target's call with its verification. *outside forwards*: the s
 passes, the target's and those of a draft model or a head. So masks, the verification, the cache's and the drafter's books and
 all that a lookup does count, beside the overhead; "-": not measured, as on a GPU and in runs before there was this figure.
 *draft token / plain step*: seconds to draft a token, by the tokens that were drafted (a drafter that is not sure drafts fewer than
-K), divided by those of a round of plain decoding: the cost ratio c of Leviathan et al. *acceptance by position*: of the rounds that
+K), divided by those of a round of plain decoding: the cost ratio c of Leviathan et al. \
+*acceptance by position*: of the rounds that
 proposed an i-th token, the share that took it, whether or not those before it stood (`bench.acceptance` has the share where they
 did)."""
 

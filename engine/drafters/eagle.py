@@ -130,13 +130,14 @@ class EagleDrafter:
         layers = self._layers_of(count)
         if min(layers) < 0 or max(layers) > count:
             raise ValueError(
-                f"drafter must be made for the target: {self._source} reads hidden states {list(layers)}, but the target has {count} layers"
+                f"drafter must be made for the target: {self._source} reads hidden states {list(layers)}, but the target "
+                f"has {count} layers"
             )
         hidden = own.feature_size, config.hidden_size
         check_made_for(self._source, {"hidden size": hidden, "vocabulary": (own.vocab_size, vocab_size)})
 
     def _layers_of(self, count: int) -> tuple[int, ...]:
-        """Those hidden states of a target of so many layers that are read; unless told, those that most heads like this one read."""
+        """Those hidden states of a target of so many layers that are read; unless told, those that most heads like it read."""
         reads_last = self.model.config.eagle != 3 or not self.model.config.fuses
         return self.layers or ((count,) if reads_last else usual_layers(count))
 

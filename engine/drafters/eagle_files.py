@@ -59,7 +59,8 @@ def build(files: HeadFiles) -> tuple[EagleModel, tuple[int, ...] | None]:
     attention: Any = model.layers[0].self_attn
     if 2 * len(model.rotary_emb.inv_freq) != attention.head_dim:
         raise ValueError(
-            f"{files.config_file} must describe rotary embeddings of whole heads of {attention.head_dim}, got {own.rope_parameters}"
+            f"{files.config_file} must describe rotary embeddings of whole heads of {attention.head_dim}, "
+            f"got {own.rope_parameters}"
         )
     missing = fill(model, tensors, files.folder, optional=("lm_head.weight", "t2d"))
     model.head_is_targets = "lm_head.weight" in missing
@@ -87,7 +88,7 @@ def _check_draft_vocabulary(target_ids: Tensor, vocab_size: int, folder: Path) -
 
 
 def _by_usual_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those of EAGLE-1 and 3 without a prefix that some have; a layer that is alone has other names. Frequencies are worked out."""
+    """Those of EAGLE-1 and 3 without a prefix that some have; a lone layer has other names. Frequencies are worked out."""
     usual: dict[str, Tensor] = {}
     for name, value in tensors.items():
         name = name.removeprefix("model.")

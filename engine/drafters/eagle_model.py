@@ -32,9 +32,9 @@ class EagleModel(PreTrainedModel):
 
     Args:
         config: of a decoder of one layer or a few, with these attributes: `eagle` (1 or 3), `num_features` (hidden states
-            side by side), `feature_size`, `draft_vocab_size`, `fc_bias`, `output_bias` (of attention, which may have one for queries,
-            keys and values alone); for EAGLE-3 `fuses` (states by `fc`, or else it reads one state as it is),
-            `last_state_normed` (whether the state behind all layers is meant behind the target's last norm),
+            side by side), `feature_size`, `draft_vocab_size`, `fc_bias`, `output_bias` (of attention, which may have
+            one for queries, keys and values alone); for EAGLE-3 `fuses` (states by `fc`, or else it reads one state as
+            it is), `last_state_normed` (whether the state behind all layers is meant behind the target's last norm),
             `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`.
 
     Attributes:

@@ -52,8 +52,8 @@ class MedusaHeads(HeadModel):
         num_blocks: of each head.
         bias: whether the blocks' linear layers have one.
         output: "own": each head has an output matrix; "shared": one for all; "target": they use the target's.
-        draft_vocab_size: rows of an output matrix, below `vocab_size`; `token_map` [draft_vocab_size] int64 holds their target ids,
-            which are distinct. None: as many rows as the target has ids, in their order.
+        draft_vocab_size: rows of an output matrix, below `vocab_size`; `token_map` [draft_vocab_size] int64 holds their target
+            ids, which are distinct. None: as many rows as the target has ids, in their order.
         layout: names of the tensors, "medusa" (the Medusa repository's) or "vllm".
 
     Raises:

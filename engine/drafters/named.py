@@ -17,8 +17,8 @@ from .ngram import NGramDrafter
 from .recognise import recognise
 from .suffix import SuffixDrafter
 
-# Shorter matches are right too seldom to take the place of a trained head: with matches of 2 a target call gave 2.30 tokens, with 3 or 4
-# 2.33 (K = 4, the packaged head, greedy answers to 251 prompts of its recipe that it was not trained on).
+# Shorter matches are right too seldom to take the place of a trained head: with matches of 2 a target call gave 2.30 tokens, with
+# 3 or 4 it gave 2.33 (K = 4, the packaged head, greedy answers to 251 prompts of its recipe that it was not trained on).
 CASCADE_MIN_NGRAM = 3
 LAYER_SKIP, STAGED = "layer_skip:", "staged:"
 _FIRST_STAGE = re.compile(r"(ngram|suffix)\+(.*)", re.DOTALL)

@@ -193,7 +193,7 @@ class OwnTexts:
         return self._ragged.decode(tokens, length + count - 1, (length > 0).long(), self._rows, self._longest + count)
 
     def end(self, fed: Tensor | list[list[int]]) -> None:
-        """The round is over, and has fed these tokens behind the texts, [B, N] int64. A tensor is not read before the next round."""
+        """The round is over, and fed these tokens behind the texts, [B, N] int64. A tensor is not read before the next round."""
         self._fed = fed
 
     def _settle(self) -> None:

@@ -45,8 +45,8 @@ def nothing(state: BatchState) -> Proposal:
 
 
 def copied(proposal: Proposal, graphs: Graphs, place: object) -> Proposal:
-    """A copy, which the next one of its layout overwrites: a graph that reads proposals finds all of a layout in the same place, and
-    those that write them keep no memory for them. The first, eager call of work that is captured later makes the copy.
+    """A copy, which the next one of its layout overwrites: a graph that reads proposals finds all of a layout in the same place,
+    and those that write them keep no memory for them. The first, eager call of work that is captured later makes the copy.
 
     Args:
         place: proposals of different places do not overwrite each other.
@@ -114,9 +114,9 @@ def likeliest(logits: Tensor) -> Proposal:
 
 
 def drafts_of(state: BatchState, logits: Tensor, step: int | Tensor, greedy: bool) -> Proposal:
-    """Drafts by rows [B, W, V], of which the first is for draft number `step`, an int or [B] int64: the likeliest ones of a drafter
-    that is `greedy`, else drawn. What rows that are greedy all would draw is the likeliest; on a CPU it comes with how sure the
-    drafter is of it, which takes a kernel more elsewhere."""
+    """Drafts by rows [B, W, V], of which the first is for draft number `step`, an int or [B] int64: the likeliest ones of a
+    drafter that is `greedy`, else drawn. What rows that are greedy all would draw is the likeliest; on a CPU it comes with how
+    sure the drafter is of it, which takes a kernel more elsewhere."""
     if greedy or (state.all_greedy and state.can_look):
         return likeliest(logits)
     draws = draws_of(state, logits, step)

@@ -29,8 +29,8 @@ class TokenForm(NamedTuple):
 class SharedVocabulary:
     """The tokens that are the same in a drafter's and in a target's vocabulary.
 
-    None are if those that are spelled alike add other texts in one than in the other: in some vocabularies, as of WordPiece, what a
-    token stands for depends on those beside it.
+    None are if those that are spelled alike add other texts in one than in the other: in some vocabularies, as of WordPiece, what
+    a token stands for depends on those beside it.
 
     Args:
         drafter, target: `transformers` tokenizers.

@@ -37,8 +37,8 @@ class Text(NamedTuple):
 
 
 class KeptTexts:
-    """Texts with their hidden states, in groups: a group is in its file or, where there is none, the target reads it each time that
-    it is asked for.
+    """Texts with their hidden states, in groups: a group is in its file or, where there is none, the target reads it each
+    time that it is asked for.
 
     Args:
         layers: in the counting of `HiddenStates`, the last one that of the head's input.
@@ -80,8 +80,8 @@ class KeptTexts:
         return sum(map(self._bytes, self._groups))
 
     def write(self, room: float = math.inf) -> None:
-        """Make the files that are not there yet, one after the other, as long as all files take at most `room` bytes; those beyond,
-        of a call with more room, go.
+        """Make the files that are not there yet, one after the other, as long as all files take at most `room` bytes; those
+        beyond, of a call with more room, go.
 
         Raises:
             OSError: before any work, if the disk has not as much; or if a file cannot be written. What is there stays.

@@ -44,7 +44,7 @@ def layers_to_keep(target: PreTrainedModel, options: TrainingOptions) -> tuple[i
 
 
 def layers_of_head(options: TrainingOptions, start: EagleDrafter | None, count: int) -> tuple[int, ...]:
-    """Those of a target of so many that an EAGLE-3 head is to read: the first head's, those that were asked for, or the usual ones."""
+    """Those of a target of so many that an EAGLE-3 head is to read: the first head's, those asked for, or the usual ones."""
     if start is None:
         return options.layers or layers_of_new_head(count)
     return start.layers or options.layers or usual_layers(count)

@@ -39,8 +39,8 @@ def train(
 
     Args:
         module: maps a batch, on its own device, to a loss and to its drafts' outcomes: one [2] int64 tensor for each position of a
-            draft, chains in which all drafts before it were right, and those of them in which it was right too. Its parameters that
-            require gradients are trained.
+            draft, chains in which all drafts before it were right, and those of them in which it was right too. Its parameters
+            that require gradients are trained.
         texts, validation: what is learned from, and what is only looked at.
         folder: gets checkpoint.pt, and log.jsonl with a line for each step and each epoch.
 
