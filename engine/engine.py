@@ -171,8 +171,8 @@ class Engine:
         """Continue one prompt, yielding one `Piece` per round; the last one holds the whole `Output`. To stop it early, close it.
 
         Raises:
-            As `generate`; bad input is reported by the call itself, before the first piece is requested. After an error, as when
-            another stream is open, the generator is finished: call `stream` again.
+            As `generate`, without the attribute `outputs`; bad input is reported by the call itself, before the first piece is
+            requested. After an error, as when another stream is open, the generator is finished: call `stream` again.
         """
         requests, _ = self._requests.make(prompt, params, streamed=True)
         return self._pieces(requests[0])
