@@ -25,7 +25,7 @@ from training_cases import PROMPTS, log_of, options, write_target
 from transformers import AutoTokenizer
 
 import engine
-from engine.training import answers, hidden, initial_model, loop, run
+from engine.training import answers, hidden_files, initial_model, loop, run
 from engine.training.eagle3_files import for_this_engine_alone
 from engine.training.files import check_out, checkpoint_digest, settings_of
 from engine.training.options import TrainingOptions
@@ -58,7 +58,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several groups of answers, several files of hidden states, a checkpoint after every step."""
     monkeypatch.setattr(answers, "_BATCHES_PER_GROUP", 2)
-    monkeypatch.setattr(hidden, "TEXTS_PER_GROUP", 8)
+    monkeypatch.setattr(hidden_files, "TEXTS_PER_GROUP", 8)
     clock = iter(range(0, 1_000_000, 1000))
     monkeypatch.setattr(loop, "_now", lambda: next(clock))
 
@@ -74,7 +74,7 @@ def whole(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run leaves that nothing interrupts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "_BATCHES_PER_GROUP", 2)
-        patch.setattr(hidden, "TEXTS_PER_GROUP", 8)
+        patch.setattr(hidden_files, "TEXTS_PER_GROUP", 8)
         return train_drafter(PROMPTS, tmp_path_factory.mktemp("whole") / "out", options(target))
 
 
@@ -255,7 +255,7 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: in
     "owner, name, calls, without",
     [
         (engine.Engine, "generate", 2, ("answers.jsonl", "training", "validation", *TRAINING)),
-        (hidden, "save_file", 3, ("training", "validation", *TRAINING)),
+        (hidden_files, "save_file", 3, ("training", "validation", *TRAINING)),
         (loop._Run, "step", 7, TRAINING),
         (loop._Run, "end_epoch", 0, TRAINING),
     ],
@@ -293,7 +293,7 @@ def test_other_methods_go_on_too(
     expected = train_drafter(PROMPTS, with_options(whole, tmp_path / "whole", without, method=method), chosen)
     with_options(whole, out, without, method=method)
     for owner, name, calls in (
-        (hidden, "save_file", 2),
+        (hidden_files, "save_file", 2),
         (loop._Run, "step", 7),
         (loop._Run, "end_epoch", 0),
         (run, "_save", 0),
@@ -338,7 +338,7 @@ def test_a_finished_run_is_left_as_it_is(
     target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is done again, though it would come to the same."""
-    for owner, name in ((engine.Engine, "generate"), (hidden.KeptTexts, "write"), (loop._Run, "step")):
+    for owner, name in ((engine.Engine, "generate"), (hidden_files.KeptTexts, "write"), (loop._Run, "step")):
         monkeypatch.setattr(owner, name, lambda *_, **more: pytest.fail("it was done again"))
     out = copy_of(whole, tmp_path / "out")
     train_drafter(PROMPTS, out, options(target))
@@ -375,7 +375,7 @@ def test_a_trained_drafter_needs_its_hidden_states_no_more(
 ) -> None:
     """They can be deleted, of a run that saved its drafter or was stopped before that."""
     out = copy_of(whole, tmp_path / "out", "hidden-*", *without)
-    fail_after(monkeypatch, hidden, "_read", 0)
+    fail_after(monkeypatch, hidden_files, "_read", 0)
     train_drafter(PROMPTS, out, options(target))
     assert not list(out.rglob("hidden-*"))
     assert_same(out, copy_of(whole, tmp_path / "expected", "hidden-*"))
@@ -500,7 +500,7 @@ def test_no_room_for_the_hidden_states(
         train_drafter(PROMPTS, out, options(target))
     assert not list(out.rglob("hidden-*"))
     monkeypatch.undo()
-    monkeypatch.setattr(hidden, "TEXTS_PER_GROUP", 8)
+    monkeypatch.setattr(hidden_files, "TEXTS_PER_GROUP", 8)
     train_drafter(PROMPTS, out, options(target))
     assert_same(out, whole)
 
@@ -646,7 +646,7 @@ def test_hidden_states_that_are_cut_off(part: str, size: int, target: Path, whol
 def test_hidden_states_of_something_else(tmp_path: Path) -> None:
     file = tmp_path / "hidden-00000.safetensors"
     save_file({"tokens": torch.zeros(3)}, file)
-    for read in (hidden.read_texts, hidden.check_file):
+    for read in (hidden_files.read_texts, hidden_files.check_file):
         with pytest.raises(ValueError, match=r"hidden-00000.safetensors must hold the hidden states of some texts: "):
             read(file)
 
@@ -968,8 +968,8 @@ def test_a_process_that_is_killed_goes_on(kills: tuple[str, ...], target: Path, 
 _EVERY_STEP = """
 import itertools, sys
 from engine.cli import main
-from engine.training import answers, hidden, loop
-answers._BATCHES_PER_GROUP, hidden.TEXTS_PER_GROUP = 2, 8
+from engine.training import answers, hidden_files, loop
+answers._BATCHES_PER_GROUP, hidden_files.TEXTS_PER_GROUP = 2, 8
 loop._now = itertools.count(0, 1000).__next__
 sys.exit(main())
 """

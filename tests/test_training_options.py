@@ -13,7 +13,7 @@ import torch
 from training_cases import PROMPTS, options, write_target
 
 import engine
-from engine.training import hidden, initial_model, run
+from engine.training import hidden_files, initial_model, run
 from engine.training.answers import answer_prompts, read_answers
 from engine.training.options import TrainingOptions
 from engine.training.run import train_drafter
@@ -188,11 +188,11 @@ def test_hidden_states_of_both_parts_stay_within_the_room(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, up_to_the_training: Any
 ) -> None:
     """`max_disk_gb` is for all of them; those of the validation, which every epoch reads whole, go first."""
-    monkeypatch.setattr(hidden, "TEXTS_PER_GROUP", 4)
+    monkeypatch.setattr(hidden_files, "TEXTS_PER_GROUP", 4)
 
-    def written(part: hidden.KeptTexts) -> list[float]:
+    def written(part: hidden_files.KeptTexts) -> list[float]:
         """Bytes in each file that is there."""
-        texts = [hidden.read_texts(file) for file in part.files if file.exists()]
+        texts = [hidden_files.read_texts(file) for file in part.files if file.exists()]
         return [sum(len(text.tokens) for text in each) * part.num_bytes / part.num_tokens for each in texts]
 
     _, texts, validation, *_ = up_to_the_training(PROMPTS, tmp_path / "all", options(target))
