@@ -59,19 +59,22 @@ class HugePages:
 
 
 def huge_pages_for(model: nn.Module) -> HugePages | None:
-    """None: for a model on another device, a small one, or where there are no such pages."""
+    """None: for a model on another device, a small one, or where there are no such pages, or the system does not tell."""
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]  # these have no parameters
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
     size += sum(module.nbytes for module in packed if module.product.device.type == "cpu")
-    if size < LEAST_WEIGHTS or os.environ.get(VARIABLE) == "0" or not _SIZE.exists():
+    if size < LEAST_WEIGHTS or os.environ.get(VARIABLE) == "0":
         return None
-    return None if "[never]" in _ENABLED.read_text() else HugePages()
+    try:
+        return None if "[never]" in _ENABLED.read_text() else HugePages()
+    except OSError:  # there is no such file, or it may not be read
+        return None
 
 
 def _smaps() -> str:
     """The kernel's list of the process's memory; empty where it is not shown."""
     try:
-        return _SMAPS.read_text()
+        return _SMAPS.read_text(encoding="ascii", errors="replace")  # it has names of files, which may be anything
     except OSError:
         return ""
 

@@ -63,6 +63,10 @@ def test_whole_pages_of_memory_that_is_there() -> None:
     assert list(huge_pages._addresses(SMAPS, PAGE)) == [*heap, 0x7F0001000000, 0x7F0005000000]
 
 
+def refuse(*args: Any, **options: Any) -> Any:
+    raise PermissionError("Permission denied")
+
+
 def weights(size: int) -> nn.Module:
     return nn.Linear(size >> 12, 1 << 10, bias=False)
 
@@ -77,12 +81,16 @@ def test_for_which_models(settings: Path) -> None:
     assert huge_pages_for(large.to("meta")) is None
 
 
-@pytest.mark.parametrize("reason", ["switched off", "not there", "never"])
+@pytest.mark.parametrize("reason", ["switched off", "not there", "never", "not told", "hidden"])
 def test_where_there_are_none(reason: str, settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason == "switched off":
         monkeypatch.setenv(huge_pages.VARIABLE, "0")
     if reason == "not there":
         (settings / "hpage_pmd_size").unlink()
+    if reason == "not told":
+        (settings / "enabled").unlink()
+    if reason == "hidden":  # a folder that may not be entered; a privileged user would enter it
+        monkeypatch.setattr(Path, "read_text", refuse)
     if reason == "never":
         (settings / "enabled").write_text("always madvise [never]\n")
     assert huge_pages_for(weights(huge_pages.LEAST_WEIGHTS)) is None
@@ -130,6 +138,13 @@ def test_where_the_kernel_does_not_show_memory(settings: Path, monkeypatch: pyte
     pages = HugePages()
     for _ in range(FIRST_ROUND + 1):
         pages.after_round()
+
+
+def test_names_of_files_in_the_kernels_list_may_be_anything(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_SMAPS", settings / "smaps")
+    mapped = b"7f0000000000-7f0000001000 r--s 00000000 08:01 7                          /home/caf\xe9.bin\n"
+    (settings / "smaps").write_bytes(mapped + SMAPS.encode())
+    assert list(huge_pages._addresses(huge_pages._smaps(), PAGE)) == list(huge_pages._addresses(SMAPS, PAGE)) != []
 
 
 def test_an_engine_asks_after_each_of_its_rounds(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
