@@ -86,6 +86,7 @@ class Engine:
         On a CPU its linear layers may be packed (`packing.py`). Packed layers have no parameters: `parameters()` omits them,
         `state_dict()` unpacks them, and their `weight` may be a copy. To change weights, call `load_state_dict`, or load a live
         model and change that one (peft adapters and `tie_weights` need this too). Call `resize_token_embeddings` before loading.
+        They are for inference: bfloat16 and float16 ones may pass no gradients on.
         On a GPU, change weights in place: captured rounds read them where they are. New parameters, modules, hooks or adapters
         take effect at the next call, which captures its rounds again.
         """
@@ -254,7 +255,9 @@ class Engine:
     def _serve(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Run all requests to their ends; yields (request, new tokens) per row and round."""
         with self._alone():
-            yield from self._server.run(requests)
+            for served in self._server.run(requests):
+                yield served
+                self._check_attached()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -281,12 +284,8 @@ class Engine:
         Raises:
             EngineError: if its drafter now serves another engine, or the target has been moved or compiled.
         """
+        self._check_attached()
         for part in self._attached:
-            if part.attached_to is not self._attachment:
-                raise EngineError(
-                    f"the {type(part).__name__} of this engine has since been attached to another engine and can serve only "
-                    f"one: give each engine its own drafter object"
-                )
             if (restore := getattr(part, "restore", None)) is not None:
                 restore()
         live = [self._target, *(each for each in map(model_of, stages_of(self.drafter)) if each is not None)]
@@ -294,6 +293,15 @@ class Engine:
             make_ready(each, "target" if each is self._target else "drafter")
         if self._target.graphs.enabled:
             self._target.graphs.follow(work_of(each.model for each in live))
+
+    def _check_attached(self) -> None:
+        """Raise EngineError if a part of the drafter serves another engine now."""
+        for part in self._attached:
+            if part.attached_to is not self._attachment:
+                raise EngineError(
+                    f"the {type(part).__name__} of this engine has since been attached to another engine and can serve only "
+                    f"one: give each engine its own drafter object"
+                )
 
     def _output(self, request: Request) -> Output:
         assert request.finish_reason is not None

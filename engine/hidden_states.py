@@ -32,6 +32,11 @@ class HiddenStates:
         """Whether the target has read nothing so far."""
         return self.states.numel() == 0
 
+    @property
+    def place(self) -> int:
+        """Where they lie, which changes with the first call of the target behind a growth of its cache."""
+        return self.states.data_ptr()
+
     def write(self, hidden_states: Sequence[Tensor]) -> None:
         """Keep those of the call that the cache is planned for; hidden_states: all that `layers` counts, [n, W, H] each."""
         new = torch.cat([hidden_states[layer] for layer in self.layers], dim=-1)

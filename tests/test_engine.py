@@ -1003,6 +1003,17 @@ def test_a_round_that_fails_harms_no_later_one(target: PreTrainedModel, error: B
     assert llm.generate([3, 4, 5], _params(4)).token_ids == greedy(target, [3, 4, 5], 4)
 
 
+def test_a_stream_whose_drafter_goes_to_another_engine(target: PreTrainedModel) -> None:
+    """What it keeps for this text is gone, and on a GPU the memory that graphs read."""
+    drafter = engine.DraftModel(perturbed(target, 0.05))
+    llm = engine.load(target, drafter)
+    stream = llm.stream([3, 4, 5], _params(20))
+    next(stream)
+    engine.load(target, drafter)
+    with pytest.raises(engine.EngineError, match=r"DraftModel .* has since been attached to another engine"):
+        next(stream)
+
+
 @pytest.mark.parametrize("in_cascade", [False, True])
 def test_a_drafter_serves_the_engine_that_it_was_attached_to_last(target: PreTrainedModel, in_cascade: bool) -> None:
     drafter = engine.DraftModel(perturbed(target, 0.1))

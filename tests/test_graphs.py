@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from random_heads import KINDS, random_head
 from replayed_graphs import CountedGraphs, Replay, with_graphs
 from tiny_models import CONFIGS, greedy, perturbed, random_prompts, tiny
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -538,6 +540,20 @@ def test_verification_is_captured_where_drafting_is_not(with_logits: bool) -> No
     assert [prompt + output.token_ids for prompt, output in zip(prompts, outputs, strict=True)] == texts
     assert llm.stats.acceptance_rate > 0.9
     assert {key[0] for key in graphs._captured} == {"verify"} and graphs.replays > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_of_drafting_go_by_where_hidden_states_lie(kind: str, tmp_path: Path) -> None:
+    """They move after the caches have grown, when a graph that reads them may have been captured anew."""
+    drafter = random_head(kind, tmp_path)
+    llm = engine.load(tiny("llama", num_hidden_layers=7), drafter)
+    assert drafter.graph_key() is None
+    llm.generate([3, 4, 5], engine.SamplingParams(max_new_tokens=4))
+    drafter.ragged = SimpleNamespace(capturable=True, cache=llm._target.cache)  # as on a GPU
+    key = drafter.graph_key()
+    assert key is not None and drafter.graph_key() == key
+    drafter._hidden.states = drafter._hidden.states.clone()
+    assert drafter.graph_key() != key
 
 
 @pytest.mark.parametrize("short_of", ["target", "drafter", "hidden states"])

@@ -231,7 +231,7 @@ class EagleDrafter:
         """
         if self._hidden.empty or not self.ragged.capturable:
             return None
-        return self.ragged.cache.capacity, self._catch_up_width
+        return self.ragged.cache.capacity, self._hidden.place, self._catch_up_width
 
     @property
     def _catch_up_width(self) -> int:

@@ -93,7 +93,7 @@ class HiddenHeadDrafter:
 
     def graph_key(self) -> Hashable | None:
         """What `propose` depends on beside the state: where the hidden states lie. None before there are any."""
-        return None if self._hidden.empty else self.target.cache.capacity
+        return None if self._hidden.empty else (self.target.cache.capacity, self._hidden.place)
 
     def _last_hidden(self, state: BatchState) -> Tensor | None:
         """[B, 1, H], of the position before the pending token; None before the target has read anything."""
