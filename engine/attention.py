@@ -77,7 +77,7 @@ def attend_grouped(
     Returns:
         [B, W, heads, D], without padding [1, N, heads, D], and no weights.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         layer = module.layer_idx
         return torch.ops.speculative_engine.attend(query, key, value, attention_mask, layer, scaling), None
     if attention_mask is not None and attention_mask.dtype == torch.int64:  # torch.compile has given up on this call

@@ -110,7 +110,7 @@ class RaggedLayer(CacheLayerMixin):
         Where attention reads the buffers itself (`whole_buffers`), these are returned. While a model is being compiled
         nothing is written, and the new K/V is returned: attention calls this again when the graph runs.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return key_states, value_states
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -58,7 +58,7 @@ def _own_class(module: nn.Module) -> type:
 def usable_parts(layer: Any, cache: Any) -> Any:
     """Those of a fused layer, None if the call with this cache may not run them."""
     parts = getattr(layer, "parts", None)
-    if parts is None or torch.compiler.is_compiling() or not is_own_call(cache) or parts.touched():
+    if parts is None or torch.compiler.is_dynamo_compiling() or not is_own_call(cache) or parts.touched():
         return None
     return parts if parts.on_gpu == cache.whole_buffers else None  # a head may have been moved to a GPU
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -223,6 +223,14 @@ def head_sizes(config: PretrainedConfig) -> set[int]:
     if not given and isinstance(hidden, int) and isinstance(heads, int):
         return {hidden // heads}
     return given
+
+
+def hooks_of_others(module: nn.Module) -> Iterator[int]:
+    """Numbers of a module's forward hooks, which no other hook gets; but for those that transformers adds at its first calls."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in hooks.items():
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                yield number
 
 
 def vocab_size(model: PreTrainedModel) -> int:

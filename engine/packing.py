@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .weight_layouts import Layout, RowMajor, layout_of
+from .weight_layouts import Layout, layout_of, packed
 
 # Siblings that stock models call with one input: their weights lie one below the other, and the first call computes for all.
 # Each product costs some 30 us beside its work (2 threads), in a layer whose work takes 500.
@@ -112,10 +112,9 @@ class Product:
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)
         self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         self._like = joined.new_empty(0)  # of the dtype and on the device that the weights have
-        layout = layout_of(joined.dtype)
-        if layout is None:
+        if layout_of(joined.dtype) is None:
             raise ValueError(f"linear must have weights of a dtype that can be packed here, got {joined.dtype}")
-        self._packed: Layout = layout(joined, self._bias)
+        self._packed: Layout = packed(joined, self._bias)
         self._number = -1  # by which an operator in a compiled graph finds it
         self.number()  # others may compile a module that has this
         self._kept: tuple[Tensor, dict[int, Tensor]] | None = None  # an input, and the results not yet asked for
@@ -150,7 +149,7 @@ class Product:
 
     def multiply(self, input: Tensor) -> Tensor:
         """[..., in_features] to what the layers give, side by side."""
-        if torch.compiler.is_compiling():  # which cannot look into packed weights
+        if torch.compiler.is_dynamo_compiling():  # which cannot look into packed weights
             output: Tensor = torch.ops.speculative_engine.product(input, self._number, sum(self._sizes))
             return output
         return self._packed.multiply(input)
@@ -161,8 +160,7 @@ class Product:
         if (like.dtype, like.device) == (self._like.dtype, self._like.device):
             return
         weight, self._bias = fn(self._packed.weight()), None if self._bias is None else fn(self._bias)
-        layout = layout_of(weight.dtype) if weight.device.type == "cpu" else None
-        self._packed, self._like, self._kept = (layout or RowMajor)(weight, self._bias), like, None
+        self._packed, self._like, self._kept = packed(weight, self._bias), like, None
 
     def replace(self, index: int, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Pack another weight [out_features, in_features] of one of the layers, and bias [out_features], if one is given.
@@ -176,7 +174,7 @@ class Product:
             biases = list(self._split(self._bias))
             biases[index] = biases[index] if bias is None else bias.detach().to(biases[index])
             self._bias = torch.cat(biases)
-        self._packed, self._kept = type(self._packed)(torch.cat(weights), self._bias), None
+        self._packed, self._kept = packed(torch.cat(weights), self._bias), None
         return None if biases is None else biases[index].clone()
 
     def _split(self, joined: Tensor) -> tuple[Tensor, ...]:
@@ -212,8 +210,8 @@ torch.library.register_fake("speculative_engine::product", _shape_of_product)
 def pack_linears(model: nn.Module) -> int:
     """Replace the linear layers of a model on a CPU, in place; returns how many.
 
-    A head that is tied to the embeddings gets a copy of its own. Everything stays as it is where this build of torch or
-    this processor cannot do it.
+    A head that is tied to the embeddings gets a copy of its own, but in float32. Everything stays as it is where this build of
+    torch or this processor cannot do it.
     """
     first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
     if first is None or first.device.type != "cpu" or layout_of(first.dtype) is None:

@@ -9,7 +9,7 @@ from torch.nn.modules import module as every_module
 from .errors import EngineError
 from .graphs import Work
 from .model import RaggedModel
-from .model_support import compiled_part, compiled_reason, vocab_size
+from .model_support import compiled_part, compiled_reason, hooks_of_others, vocab_size
 
 _OF_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # attributes of a layer of peft
 
@@ -57,12 +57,7 @@ def work_of(models: Iterable[nn.Module]) -> Work:
         marks += map(_address, tensors)  # another behind `parameter.data = ...`, or when the model has been elsewhere
         if "forward" in members:
             marks.append(members["forward"])
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # by numbers that no other hook gets
-            marks += (
-                number
-                for number, hook in hooks.items()
-                if not str(getattr(hook, "__module__", "")).startswith("transformers.")
-            )
+        marks += hooks_of_others(module)
         if "_disable_adapters" in members:
             marks.append(repr([members.get(name) for name in _OF_ADAPTERS]))
     return Work(marks, objects)

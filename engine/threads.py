@@ -1,4 +1,4 @@
-"""Threads of torch on a CPU: by itself it takes one for each core of the machine, though the process may not run on all."""
+"""Threads of torch on a CPU: some builds take one for each core of the machine, though the process may not run on all."""
 
 import os
 

@@ -106,6 +106,14 @@ class FBGEMM:
         return (held / self._scale).to(self._dtype)
 
 
+def packed(weight: Tensor, bias: Tensor | None) -> Layout:
+    """A weight [out, in] in the layout for its dtype; as it is where there is none here, or that cannot hold it."""
+    layout = layout_of(weight.dtype) if weight.device.type == "cpu" else None
+    if layout is FBGEMM and not bool(weight.isfinite().all()):
+        layout = RowMajor  # FBGEMM would make NaN and inf finite
+    return (layout or RowMajor)(weight, bias)
+
+
 @cache
 def layout_of(dtype: torch.dtype) -> type[Layout] | None:
     """The first layout in which a packed layer gives here what a plain one gives, None if there is none."""

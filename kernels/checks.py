@@ -24,7 +24,7 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None) -> N
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be a tensor on {device}, got one on {value.device}")
     plain = value.layout == torch.strided and not value.is_nested
-    if not plain or (not torch.compiler.is_compiling() and value.is_neg()):
+    if not plain or (not torch.compiler.is_dynamo_compiling() and value.is_neg()):
         raise ValueError(
             f"{name} must be a plain tensor, got a {'negated view' if plain else f'{value.layout} tensor'}"
         )

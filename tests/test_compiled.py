@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import CONFIGS, EAGER_ONLY, GROUPED_EXPERTS, perturbed, random_prompts, tiny
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 import engine
@@ -139,6 +141,57 @@ def test_attention_of_their_own_is_refused(name: str) -> None:
         target.set_attn_implementation("eager")  # older transformers take sdpa for gemma2
     with pytest.raises(engine.UnsupportedModelError, match=f"compile=True needs .*got '{name}'"):
         engine.load(target, compile=True)
+
+
+def test_what_another_thread_compiles_is_not_this_ones_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says of the whole process that it is compiling. Attention, cache, packed and fused layers would take it to heart."""
+    target = tiny("llama", dtype=torch.float32)
+    target.save_pretrained(tmp_path)
+    expected = texts(engine.load(target, drafter=None))
+    engines = [engine.load(source, drafter="ngram") for source in (target, tmp_path)]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert [texts(llm) for llm in engines] == [expected, expected]
+
+
+@pytest.mark.parametrize("place", ["layer", "attention", "all modules"])
+def test_hooks_that_come_later_are_run(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not look for those of modules within; a graph would go on without them, while prompts are read with them."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # graphs are what matters
+    target = tiny(dtype=torch.float32)
+    llm = engine.load(target, drafter=None, compile=True)
+    before, called = texts(llm), []
+
+    def halve(module: nn.Module, args: Any, output: Any) -> Any:
+        called.append(1)
+        return output * 0.5 if isinstance(output, torch.Tensor) else output
+
+    hooked = {"layer": target.model.layers[1].mlp, "attention": target.model.layers[0].self_attn.v_proj}.get(place)
+    hook = register_module_forward_hook(halve) if hooked is None else hooked.register_forward_hook(halve)
+    try:
+        found, seen = texts(llm), len(called)
+        assert found == texts(engine.load(target, drafter=None)) and seen > 12
+    finally:
+        hook.remove()
+    assert texts(llm) == before
+
+
+def test_torch_that_is_told_not_to_compile() -> None:
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.raises(engine.EngineError, match=r"could not be compiled: torch\._dynamo\.config\.disable"),
+    ):
+        engine.load(tiny(), drafter=None, compile=True)
+
+
+def test_a_low_limit_of_graphs_that_others_have_set() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        engine.load(tiny(), drafter=None, compile=True)
+    assert number_of_graphs() == 2
+
+
+def test_without_a_compiler_where_others_suppress_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with torch._dynamo.config.patch(suppress_errors=True):
+        test_without_a_compiler(monkeypatch, tmp_path)
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

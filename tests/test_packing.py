@@ -56,6 +56,25 @@ def test_bfloat16_of_any_size_in_float16(scale: float, with_bias: bool, fbgemm: 
     torch.testing.assert_close(packed.multiply(x).double(), expected, rtol=2**-8, atol=1e-5 * scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_stay_so(
+    dtype: torch.dtype, value: float, fbgemm: type[FBGEMM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FBGEMM's layout holds finite numbers alone; what it would make of an infinite one also spoils all others of the matrix."""
+    monkeypatch.setattr(weight_layouts, "layout_of", lambda dtype: fbgemm)
+    linear = nn.Linear(32, 16, dtype=dtype)
+    with torch.no_grad():
+        linear.weight[3, 5], linear.weight[7, 2] = value, 2.0**-20
+        expected = linear.weight.clone()
+        packed = PackedLinear(linear)
+        assert torch.equal(packed.weight.nan_to_num(), expected.nan_to_num()) and not packed.weight[3, 5].isfinite()
+        output = packed(torch.ones(1, 32, dtype=dtype))
+        assert output.isfinite().sum() == 15 and not output[0, 3].isfinite()
+        packed.load_state_dict(nn.Linear(32, 16, dtype=dtype).state_dict())
+        assert packed(torch.ones(1, 32, dtype=dtype)).isfinite().all()
+
+
 def test_an_input_that_is_permuted(fbgemm: type[FBGEMM]) -> None:
     torch.manual_seed(0)
     packed, x = fbgemm(torch.randn(16, 64).bfloat16(), None), torch.randn(7, 2, 64).bfloat16().transpose(0, 1)
