@@ -19,7 +19,9 @@ NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uin
 def check_tensor(name: str, value: Any, device: torch.device | None = None) -> None:
     """ValueError unless it is a tensor whose numbers lie in memory as they are, on this device if one is given."""
     if not isinstance(value, Tensor):
-        got = f"{value!r:.100}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+        got = repr(value)
+        if "\n" in got or len(got) > 100:  # as of arrays
+            got = f"a {type(value).__name__}"
         raise ValueError(f"{name} must be a tensor{'' if device is None else f' on {device}'}, got {got}")
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be a tensor on {device}, got one on {value.device}")

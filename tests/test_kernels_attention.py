@@ -424,7 +424,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "query array": (dict(query=[1.0]), r"query must be a tensor on cpu, got \[1.0\]"),
     "query None": (dict(query=None), "query must be a tensor on cpu, got None"),
     "keys None": (dict(keys=None), "keys must be a tensor, got None"),
-    "values array": (dict(values=torch.zeros(2, 2, 603, 32).numpy()), "values must be a tensor on cpu, got array"),
+    "values array": (dict(values=torch.zeros(2, 2, 603, 32).numpy()), "values must be a tensor on cpu, got a ndarray$"),
     "values elsewhere": (
         dict(values=torch.zeros(2, 2, 603, 32, device="meta")),
         "values must be a tensor on cpu, got one on meta",
