@@ -42,7 +42,7 @@ class Record:
         return self.gb_per_s / self.copy_gb_per_s if self.gb_per_s and self.copy_gb_per_s else None
 
 
-class Contest:
+class Contenders:
     """Contenders of one shape. What fails to start is kept as a record with its error and stops nobody else."""
 
     def __init__(self, device: str) -> None:
@@ -157,7 +157,7 @@ def contest(
 
     Where somebody fails in a way that the GPU is lost, nobody is timed, and there are records of those who failed only.
     """
-    run = Contest(device)
+    run = Contenders(device)
     entrants = [partial(run.add_ours, name, case) for name, case in ours.items()]
     entrants += [partial(run.add_peer, peer, peers_case or ours["full"]) for peer in peers]
     for enter in entrants:

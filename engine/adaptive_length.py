@@ -31,6 +31,8 @@ _USUAL = 3  # drafts in a round, from which it is guessed how many more rounds a
 # of one row costs as much as one of each, 1 / 2^8. (The best of 0 to 8 in simulated rounds of 4 to 16 rows.)
 _URGENCY, _URGENCY_PADDED = 2, 8
 _WORTHLESS = 0.01  # a draft that promises fewer tokens than this is not verified
+_FREE = 0.05  # of a plain target call: drafting that takes less counts as free
+_PRIOR = 0.6  # acceptance of a draft, until it is known
 _PROBE_AFTER = (2, 32)  # rounds without a draft until one is tried: at first, at most
 
 
@@ -79,7 +81,7 @@ class AdaptiveLength(DraftLength):
             return 0
         positions = range(min(most, NUM_BINS))
         # A position that no draft has reached yet is expected to be like the one before.
-        chances = [self._by_position.chances(row, positions, prior=0.6, carry=True) for row in rows]
+        chances = [self._by_position.chances(row, positions, prior=_PRIOR, carry=True) for row in rows]
         self._weigh(rows, chances, remaining)
         if self._judged_by_confidence and self._drafting_is_free(len(rows)):
             return most  # `trim` decides
@@ -159,7 +161,7 @@ class AdaptiveLength(DraftLength):
         self._next[row] = 2 * accepted + 1 if sure else 0
         if len(outcomes) == accepted < min(asked, self._most.get(row, asked)):
             outcomes.append(False)  # a draft that was asked for and did not come
-        if accepted and self._by_position.chances(row, (0,), prior=0.6)[0] < 0.5:
+        if accepted and self._by_position.chances(row, (0,), prior=_PRIOR)[0] < 0.5:
             self._patience = _PROBE_AFTER[0]  # more than was expected: the text may have become easier
         self._by_position.add(row, range(NUM_BINS), outcomes)
 
@@ -249,9 +251,9 @@ class AdaptiveLength(DraftLength):
         return [lengths[index] for index in range(len(rows))]
 
     def _drafting_is_free(self, num_rows: int) -> bool:
-        """Whether drafting all there may be takes less than a twentieth of a plain target call, as far as is known."""
+        """Whether drafting all there may be takes next to no time, as far as is known."""
         draft, verify = nearest(self._draft, num_rows), self._verify.get(num_rows)
-        return not draft or not verify or draft.at(self.num_draft_tokens) < 0.05 * verify.at(0)
+        return not draft or not verify or draft.at(self.num_draft_tokens) < _FREE * verify.at(0)
 
 
 def _cut(proposal: Proposal, most: Mapping[int, int], first: int) -> Proposal:

@@ -20,6 +20,7 @@ from .errors import EngineError
 
 logger = logging.getLogger(__name__)
 _all: "WeakSet[Graphs]" = WeakSet()
+SHORTEST_TEXT = 256  # tokens: texts up to this length are one bucket, and beyond there is one for each power of two
 _FEWEST = 2  # graphs that there must be memory for: the two halves of a round
 
 

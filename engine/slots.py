@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from .config import EngineConfig
-from .graphs import bucket
+from .graphs import SHORTEST_TEXT, bucket
 from .round import Round
 from .scheduler import Request
 from .state import BatchState
@@ -104,7 +104,7 @@ class Slots:
         params = [request.params for request in requests]
         longest = max(min(request.length + unread, request.limit) for request in requests)
         if self._round.graphs.planned:  # few different numbers, for few graphs
-            longest = min(bucket(longest, 256), self.state.tokens.shape[1] - 1)
+            longest = min(bucket(longest, SHORTEST_TEXT), self.state.tokens.shape[1] - 1)
         return self.state.select(
             rows,
             max_text_length=longest,

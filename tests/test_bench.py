@@ -17,7 +17,7 @@ from bench import bench_kernels, measure, timing
 from bench.cases import Case, all_cases, check_emitted, check_ours, make_inputs, our_call
 from bench.conftest import quantile_lines
 from bench.goals import GOALS, Goal, Results
-from bench.measure import Contest, Record, contest, ratio_to, ratios
+from bench.measure import Contenders, Record, contest, ratio_to, ratios
 from bench.peers import PEERS, FlashInfer, FlashInferGivenDraft, Peer, Textbook, Transformers, VllmFused, VllmV1
 from bench.steps import CPU_VOCAB_SIZES
 from bench.targets import bandwidth
@@ -135,7 +135,7 @@ def test_copies_of_a_contest_are_by_what_is_distinct(monkeypatch: pytest.MonkeyP
     made: list[int] = []
     monkeypatch.setattr(timing, "device_copies", lambda moved, copies: made.append(copies) or [])  # type: ignore[func-returns-value]
     monkeypatch.setattr(timing, "capture", lambda calls: (Contender(lambda: None), None))
-    run = Contest("cuda")
+    run = Contenders("cuda")
     monkeypatch.setattr(run, "_enter", lambda record, *_, **__: made.append(record.copies))
     run.add_ours("full", SMALL)
     run.add_ours("block", replace(SMALL, method="block"))
@@ -308,12 +308,12 @@ def test_a_contest_in_which_the_gpu_is_lost_tells_who_lost_it(monkeypatch: pytes
     """And says nothing of the others, which another process can still measure."""
     entered: list[str] = []
 
-    def enter(self: Contest, name: str, case: Case) -> None:
+    def enter(self: Contenders, name: str, case: Case) -> None:
         entered.append(name)
         if name == "fault":
             self.failed.append(Record(name, "eager", case.shape, case.batch, error="an illegal memory access"))
 
-    monkeypatch.setattr(Contest, "add_ours", enter)
+    monkeypatch.setattr(Contenders, "add_ours", enter)
     monkeypatch.setattr(measure, "gpu_is_lost", lambda: "fault" in entered)
     records = contest({"before": SMALL, "fault": SMALL, "after": SMALL}, device="cuda", repeats=3)
     assert [record.name for record in records] == ["fault"] and entered == ["before", "fault"]
@@ -335,7 +335,7 @@ def test_a_copy_that_cannot_be_captured_loses_no_contest(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(timing, "capture", capture)
     monkeypatch.setattr(timing, "device_copies", lambda size, copies: [])
-    run = Contest("cuda")
+    run = Contenders("cuda")
     run._add_copy(SMALL)
     assert not run.copies
     assert [(r.name, r.error) for r in run.failed] == [(f"copy {SMALL.bytes_moved}", "RuntimeError: out of luck")]
@@ -426,7 +426,7 @@ def test_goals() -> None:
 def test_cpu_against_transformers(batch: int, goal: float, vocab_size: int, dtype: torch.dtype, all_cores: int) -> None:
     """No slower at batch 1, and at batch 8 much faster than calling `_speculative_sampling` once per row."""
     case = Case(batch, 4, vocab_size, temperature=1.0, dtype=dtype)
-    run = Contest("cpu")
+    run = Contenders("cpu")
     run.add_ours("full", case)
     run.add_peer(Transformers(), case)
     ratio = ratio_to("transformers", run.run(repeats=25, seconds=5))

@@ -16,6 +16,7 @@ from engine.checkpoints import Checkpoint
 from engine.drafters.base import stages_of
 from engine.drafters.by_tokenizer import draft_model
 from engine.drafters.named import STAGED
+from engine.graphs import SHORTEST_TEXT
 
 NOT_REAL = "not a real drafter"
 
@@ -100,7 +101,7 @@ class Ours(Method):
         """All CUDA graphs that texts of a contest may need, so that none is captured while it is timed."""
         rows, lengths = [contest.batch_size], [self._llm.max_length]
         rows += [1 << i for i in range(contest.batch_size.bit_length()) if 1 << i < contest.batch_size]
-        lengths += [256 << i for i in range(lengths[0].bit_length()) if 256 << i < lengths[0]]
+        lengths += [each for i in range(lengths[0].bit_length()) if (each := SHORTEST_TEXT << i) < lengths[0]]
         self._llm.warmup(rows, lengths, self._params())
 
     def _params(self, **more: Any) -> engine.SamplingParams:

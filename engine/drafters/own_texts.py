@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..graphs import Graphs, bucket
+from ..graphs import SHORTEST_TEXT, Graphs, bucket
 from ..model import RaggedModel, last_valid
 from ..state import BatchState
 from ..transfers import to_device
@@ -15,7 +15,6 @@ from .vocabulary import decode_after, encode, encode_after, first_tokens, last_t
 _WIDEST = 16  # more missing tokens than this are read without the head, before a round's first call
 _NARROWEST = 8  # columns of a captured call, and their multiples by powers of two: most rounds lack fewer tokens
 _DRAFTS = 64  # room for so many behind a text
-_SHORTEST = 256  # texts of a captured call, likewise
 _Result = TypeVar("_Result")
 
 
@@ -156,7 +155,7 @@ class OwnTexts:
         width = max(1, *map(len, missing))
         self._captured = self.captures(state)
         if self._captured:  # few different numbers, for few graphs
-            longest = max(bucket(self._longest + num_steps, _SHORTEST), state.max_text_length)
+            longest = max(bucket(self._longest + num_steps, SHORTEST_TEXT), state.max_text_length)
             self._longest = min(longest, self._ragged.cache.capacity)
             width = bucket(width, _NARROWEST)
         told = zip(starts, map(len, ids), missing, strict=True)
