@@ -86,7 +86,7 @@ class Engine:
         On a CPU its linear layers may be packed (`packing.py`). Packed layers have no parameters: `parameters()` omits them,
         `state_dict()` unpacks them, and their `weight` may be a copy. To change weights, call `load_state_dict`, or load a live
         model and change that one (peft adapters and `tie_weights` need this too). Call `resize_token_embeddings` before loading.
-        They are for inference: bfloat16 and float16 ones may pass no gradients on.
+        Packed layers are for inference: in bfloat16 and float16 they may pass no gradients on.
         On a GPU, change weights in place: captured rounds read them where they are. New parameters, modules, hooks or adapters
         take effect at the next call, which captures its rounds again.
         """
@@ -257,7 +257,9 @@ class Engine:
         with self._alone():
             for served in self._server.run(requests):
                 yield served
-                self._check_attached()
+                # A stream that has given its last piece needs the drafter no more.
+                if len(requests) > 1 or not requests[0].ended:
+                    self._check_attached()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

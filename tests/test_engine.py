@@ -1009,9 +1009,13 @@ def test_a_stream_whose_drafter_goes_to_another_engine(target: PreTrainedModel) 
     llm = engine.load(target, drafter)
     stream = llm.stream([3, 4, 5], _params(20))
     next(stream)
-    engine.load(target, drafter)
+    other = engine.load(target, drafter)
     with pytest.raises(engine.EngineError, match=r"DraftModel .* has since been attached to another engine"):
         next(stream)
+    for piece in other.stream([3, 4, 5], _params(4)):
+        if piece.output is not None:  # its end, after which the drafter may go
+            engine.load(target, drafter)
+    assert piece.output is not None and piece.output.token_ids == greedy(target, [3, 4, 5], 4)
 
 
 @pytest.mark.parametrize("in_cascade", [False, True])
