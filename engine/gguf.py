@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
 from .atomic_files import written_whole
+from .gguf_config import complete
 from .hub import user_path
 from .model_support import check_config
 from .pretrained import whole_model
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "SPECULATIVE_ENGINE_CACHE"
 _MANIFEST = "manifest.json"
-_FORMAT = 2  # of the converted folder; part of its name
+_FORMAT = 3  # of the converted folder; part of its name
 _SCRATCH = ".converting-"
 _A_DAY = 86_400  # seconds; no conversion takes as long
 
@@ -105,7 +106,10 @@ def _written(root: Path) -> Iterator[None]:
 
 
 def _convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
+    from gguf import GGUFReader
+
     logger.info("converting %s", path)
+    reader = GGUFReader(path)
     # Nothing but the file is to be read: not what lies beside it, nor a file of its name in the working directory. So the location
     # that transformers is told is an empty folder, and the name is the whole path.
     nowhere = folder.with_name("empty")
@@ -119,7 +123,9 @@ def _convert(path: Path, dtype: torch.dtype, folder: Path, role: str) -> None:
         weights["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _as_errors_of(path, role):
         model = whole_model(nowhere, **weights)
-        tokenizer = AutoTokenizer.from_pretrained(nowhere, **options) if _has_tokenizer(path) else None
+        complete(model, reader)
+        has_tokenizer = "tokenizer.ggml.tokens" in reader.fields
+        tokenizer = AutoTokenizer.from_pretrained(nowhere, **options) if has_tokenizer else None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now
     model.save_pretrained(folder)
@@ -136,12 +142,6 @@ def _as_errors_of(path: Path, role: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(f"{role} must be a GGUF file of a supported architecture; {path} failed: {error}") from error
-
-
-def _has_tokenizer(path: Path) -> bool:
-    from gguf import GGUFReader
-
-    return "tokenizer.ggml.tokens" in GGUFReader(path).fields
 
 
 def _check_file(path: Path, role: str) -> None:

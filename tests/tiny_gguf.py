@@ -1,5 +1,6 @@
 """Small GGUF files: a llama of random weights, with a tokenizer of bytes."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ def write(
     layers: bool = True,
     parts: int = 1,
     tensors: bool = True,
+    more: Callable[[GGUFWriter], None] = lambda writer: None,
 ) -> np.ndarray:
     """Write a file, and return its embeddings, float32 [tokens, SIZE]. What is left out: its tokenizer, its number of layers,
-    all tensors."""
+    all tensors. `more` adds to it."""
     writer = GGUFWriter(path, arch)
     writer.add_context_length(64)
     if layers:
@@ -62,6 +64,7 @@ def write(
             add(f"blk.{layer}.{name}", SIZE)
     add("output_norm", SIZE)
     add("output", len(TOKENS), SIZE)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
