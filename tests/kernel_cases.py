@@ -27,6 +27,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WITH_LOOPS = find_spec("numba") is not None  # those of CPUs; GPUs need no Numba
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EXTREME_WORDS = torch.tensor([0, 1, 2**24, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 1])  # of 32 random bits
 VOCABS = (1, 7, 1000, 49_152, 151_936)
 LAYOUTS = ("contiguous", "padded", "every other", "vocabulary first")
 TEMPERATURES = (1.0, 0.0, 0.7, 1.3)

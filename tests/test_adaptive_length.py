@@ -512,3 +512,122 @@ def test_costs_are_those_of_the_nearest_number_of_rows() -> None:
     costs = {2: Costs(0.1), 8: Costs(0.2)}
     assert [nearest(costs, rows) for rows in (1, 4, 6, 20)] == [costs[2], costs[2], costs[8], costs[8]]
     assert nearest({}, 3) is None
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.8])
+def test_only_numbers_among_the_choices_are_drafted(acceptance: float) -> None:
+    """Each is a graph of its own, a draft that is tried now and then too."""
+    world = World(AdaptiveLength((0, 3, 7)), column=0.1, draft=0.02)
+    asked = {world.round(acceptance)[0] for _ in range(200)}
+    assert {0, 3} <= asked <= {0, 3, 7}
+
+
+def test_drafts_that_promise_next_to_nothing_are_not_verified() -> None:
+    """Even where a target call takes as long with them: 1 / 2^6 is worth it, 1 / 2^7 is not."""
+    lengths = AdaptiveLength()
+    rows = begun(lengths, 1)
+    for asked in (0, 5, 10, 15) * 50:
+        lengths.observe_times(1, asked, asked, 0.0, 1.0)
+    assert lengths._verify[1].slope < 1e-3
+    assert lengths._best(rows, [[0.5] * 15], with_drafting=False) == [6]
+
+
+def test_a_drafter_that_ends_early_takes_the_time_of_all_that_it_is_asked_for() -> None:
+    """One draft of two stands, which pays where one is drafted and not where fifteen are."""
+    lengths = AdaptiveLength()
+    rows = begun(lengths, 1)
+    for _ in range(60):
+        lengths.observe(0, [7, 8], 1, 2, 2)
+    for asked in (0, 5, 15) * 20:
+        lengths.observe_times(1, asked, asked, 0.1 * asked, 1 + 0.01 * asked)
+    assert lengths.choose(rows, room=100) == 1
+    assert lengths.choose(rows, room=100, ends_early=True) == 0
+
+
+def test_drafting_is_free_where_all_that_may_be_asked_for_is() -> None:
+    """One draft takes 2% of a call, fifteen a third: confidence alone does not decide then."""
+    lengths = AdaptiveLength()
+    rows = begun(lengths, 1)
+    for _ in range(60):
+        lengths.trim(Proposal(torch.tensor([[7, 7]]), confidence=torch.tensor([[0.9, 0.9]])), rows)
+        lengths.observe(0, [7, 8], 1, 2, 2)
+    for asked in (0, 5, 15) * 20:
+        lengths.observe_times(1, asked, asked, 0.02 * asked, 1 + 0.01 * asked)
+    assert lengths.choose(rows, room=100) == 1
+
+
+def test_several_rows_are_not_asked_for_all_that_an_early_end_allows() -> None:
+    lengths = AdaptiveLength()
+    rows = begun(lengths, 2)
+    for _ in range(60):
+        for row in rows:
+            lengths.observe(row, [7, 8], 1, 2, 2)
+    for asked in (0, 5, 15) * 20:
+        lengths.observe_times(2, asked, asked, 0.01 * asked, 1 + 0.01 * asked)
+    assert lengths.choose(rows, room=100, ends_early=True) == 1
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_sure_drafts_are_followed_by_more_where_those_of_all_rows_stood(both: bool) -> None:
+    lengths = AdaptiveLength()
+    rows = begun(lengths, 2)
+    for asked in (0, 5, 15) * 20:
+        lengths.observe_times(2, asked, asked, 0.1 * asked, 1 + 0.01 * asked)
+    for _ in range(60):
+        for row in rows:
+            lengths.observe(row, [8], 0, 3, 3)
+    lengths.trim(Proposal(torch.full((2, 3), 7), confidence=torch.full((2, 3), 0.95)), rows)
+    lengths.observe(0, [7, 7, 7, 7], 3, 3, 3)
+    lengths.observe(1, *(([7, 7, 7, 7], 3) if both else ([8], 0)), 3, 3)
+    assert lengths.choose(rows, room=100) == (7 if both else 0)
+
+
+def test_tokens_of_a_row_that_ends_early_hardly_count_as_gained() -> None:
+    lengths = AdaptiveLength()
+    rows = begun(lengths, 2)
+    lengths.choose(rows, room=100, remaining=[10, 100])
+    lengths.observe(0, [7, 7, 7, 7], 3, 3, 3)
+    lengths.observe(1, [8], 0, 3, 3)
+    lengths.observe_times(2, 3, 3, 0.1, 1.0)
+    assert lengths._payoff._gained == pytest.approx(1, rel=0.05)
+
+
+def test_with_padding_drafts_that_are_there_anyway_are_verified() -> None:
+    """A column that pays for one row costs nothing for another, whose drafts hardly ever stand."""
+    lengths = AdaptiveLength()
+    rows, drafts = begun(lengths, 2), torch.full((2, 3), 7)
+    for _ in range(200):
+        trimmed = lengths.trim(Proposal(drafts, confidence=torch.tensor([[0.95] * 3, [0.05] * 3])), rows)
+        lengths.observe(0, [7, 7, 7, 7], 3, 3, 3)
+        lengths.observe(1, [8], 0, 3, 3)
+    assert trimmed.tokens.tolist() == [[7] * 3] * 2
+
+
+def test_a_rest_is_as_short_as_at_first_once_drafting_has_paid() -> None:
+    payoff = Payoff()
+    for seconds, expected in ((1.0, 16), (1.0, 32), (0.1, 16)):
+        for _ in range(100 * (seconds < 0.5)):
+            payoff.add(plain_seconds=0.5, seconds=seconds)
+        while not payoff.rests():
+            payoff.add(plain_seconds=0.5, seconds=1.0)
+        assert 1 + sum(payoff.rests() for _ in range(1000)) == expected
+
+
+def test_no_single_round_behind_a_rest_decides_on_the_next() -> None:
+    payoff, counts = Payoff(), [0, 0]
+    for index in range(2):
+        while not payoff.rests():
+            payoff.add(plain_seconds=0.5, seconds=1.0)
+            counts[index] += 1
+        while payoff.rests():
+            pass
+    assert counts[0] == counts[1] > 5
+
+
+def test_costs_forget() -> None:
+    """A machine that has become slower for good."""
+    costs = Costs(0.03)
+    for count, seconds in ((300, 1.0), (600, 1.3)):
+        for _ in range(count):
+            costs.add(0, seconds)
+    assert costs.at(0) > 1.25

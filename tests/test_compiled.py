@@ -12,7 +12,7 @@ import torch
 from tiny_models import CONFIGS, EAGER_ONLY, GROUPED_EXPERTS, perturbed, random_prompts, tiny
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 import engine
@@ -260,3 +260,86 @@ def test_what_others_have_compiled_beside_attention_is_used() -> None:
         model.transformer.h[1].mlp.compile(backend="eager")
         assert texts(engine.load(model, drafter="ngram")) == expected
     assert number_of_graphs() >= 2
+
+
+@pytest.mark.parametrize("place", ["layer", "all modules"])
+def test_hooks_before_a_module_that_come_later_are_run(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    target = tiny(dtype=torch.float32)
+    llm = engine.load(target, drafter=None, compile=True)
+    before, called, mlp = texts(llm), [], target.model.layers[1].mlp
+
+    def halve(module: nn.Module, args: Any) -> Any:
+        if module is not mlp:
+            return None
+        called.append(1)
+        return (args[0] * 0.5,)
+
+    hook = mlp.register_forward_pre_hook(halve) if place == "layer" else register_module_forward_pre_hook(halve)
+    try:
+        found, seen = texts(llm), len(called)
+        assert found == texts(engine.load(target, drafter=None)) and seen > 12
+    finally:
+        hook.remove()
+    assert texts(llm) == before
+
+
+def test_a_forward_of_the_models_own_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a call fails."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for has_own in (False, True):
+        target: Any = tiny(dtype=torch.float32)
+        forward = target.forward
+
+        def own(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
+            return _forward(*args, **kwargs)
+
+        if has_own:
+            target.forward = own
+        expected = {"forward": own} if has_own else {}
+        llm = engine.load(target, drafter=None, compile=True)
+        llm.generate(PROMPTS[1], PARAMS[0])
+
+        def kept(_target: Any = target) -> dict[str, Any]:
+            return {name: value for name, value in vars(_target).items() if name == "forward"}
+
+        assert kept() == expected
+
+        def fail(*_: Any) -> None:
+            raise ZeroDivisionError
+
+        with target.register_forward_hook(fail), pytest.raises(ZeroDivisionError):
+            llm.generate(PROMPTS[1], PARAMS[0])
+        assert kept() == expected
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_too_little_memory_is_no_model_that_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(self: compiled.CompiledForward, **arguments: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(compiled.CompiledForward, "__call__", fail)
+    with pytest.raises(error):
+        engine.load(tiny(), drafter=None, compile=True)
+
+
+def test_logits_of_a_compiled_model_that_are_nan_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: compiled.CompiledForward, **arguments: Any) -> Any:
+        output = self._model(**arguments)
+        output.logits = output.logits * torch.nan
+        return output
+
+    monkeypatch.setattr(compiled.CompiledForward, "__call__", wrong)
+    model: PreTrainedModel = tiny()
+    with pytest.raises(engine.UnsupportedModelError, match="the compiled model gives different logits"):
+        engine.load(model, drafter=None, compile=True)
+
+
+def test_a_model_that_is_loaded_again_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # graphs are what matters
+    model = tiny(dtype=torch.float32, num_hidden_layers=1)
+    for _ in range(3):
+        engine.load(model, drafter=None, compile=True)
+        assert number_of_graphs() == 2

@@ -22,7 +22,7 @@ from tiny_models import greedy, perturbed, random_prompts, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer, sentencepiece_like
 from tokenizers import Tokenizer, decoders, models
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerFast
 
 import engine
 from bench.drafter_cases import drafters
@@ -1197,3 +1197,47 @@ def test_a_round_is_as_large_as_the_drafts_that_were_read(target: PreTrainedMode
 
 def _params(max_new_tokens: int) -> engine.SamplingParams:
     return engine.SamplingParams(max_new_tokens=max_new_tokens)
+
+
+def test_several_texts_without_a_mask(target: PreTrainedModel) -> None:
+    """As a tokenizer returns them that is asked for ids alone."""
+    llm, params = engine.load(target), engine.SamplingParams(max_new_tokens=1)
+    for more in ({}, {"attention_mask": None}):
+        found = llm.generate(BatchEncoding({"input_ids": [[97, 98], [99]], **more}), params)
+        assert [output.prompt_token_ids for output in found] == [[97, 98], [99]]
+
+
+def test_a_text_of_which_a_tokenizer_makes_nothing(target: PreTrainedModel) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{% endfor %}"
+    llm = engine.load(target, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"prompts\[0\] must hold at least one token, got none"):
+        llm.generate([{"role": "user", "content": "hi"}])
+
+
+def test_a_chat_of_strings_and_parts(target: PreTrainedModel) -> None:
+    """For a template that knows parts alone."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES["parts"]
+    llm, parts = engine.load(target, tokenizer=tokenizer), [{"type": "text", "text": "Go on"}]
+    chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": parts}]
+    found = llm.generate(chat, engine.SamplingParams(max_new_tokens=1)).prompt_token_ids
+    assert bytes(found).decode() == "system: <Be brief>user: <Go on>"
+
+
+def test_templates_that_refuse_what_they_are_tried_with(target: PreTrainedModel) -> None:
+    """Contents go to them as they are."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATES["strings"]
+    )
+    chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Go on"}]
+    found = engine.load(target, tokenizer=tokenizer).generate(chat, engine.SamplingParams(max_new_tokens=1))
+    assert bytes(found.prompt_token_ids).decode() == "system: Be brief\nuser: Go on\n"
+
+
+def test_the_time_of_a_request_is_not_that_of_those_before_it(target: PreTrainedModel) -> None:
+    llm, params = engine.load(target, max_batch_size=1), engine.SamplingParams(max_new_tokens=8, ignore_eos=True)
+    seconds = [output.stats.total_seconds for output in llm.generate([[5, 6], [7, 8], [9, 10]], params)]
+    seconds.append(llm.generate([5, 6], params).stats.total_seconds)
+    assert min(seconds) > 0 and sum(seconds) <= llm.stats.total_seconds

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import (
+    EXTREME_WORDS,
     LAYOUTS,
     assert_independent,
     assert_stats_agree,
@@ -296,3 +297,27 @@ def test_drafts_by_inversion_heed_the_choice_of_kernels(monkeypatch: pytest.Monk
     monkeypatch.setattr(cpu, "sample", lambda *_, **__: pytest.fail("the loops were called"))
     rows = random_rows(2, generator(12)) | dict(origin=torch.zeros(2, dtype=torch.int64), stream=philox.DRAFT)
     assert ops.sample_by_inversion(torch.zeros(2, 1, 9), **rows).tokens.shape == (2, 1)
+
+
+def test_uniforms_of_the_extreme_words() -> None:
+    """The last of them rounds to 1 in float32 unless it is held back; such a token would never arrive."""
+    found = [cpu_loops._uniform.py_func(np.uint64(word)) for word in EXTREME_WORDS.tolist()]
+    assert found == philox.uniform_from_bits(EXTREME_WORDS).tolist()
+    assert max(found) < 1
+
+
+def test_only_much_work_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread takes longer to start than few logits take."""
+    started = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, size: int) -> None:
+            started.append(size)
+            super().__init__(size)
+
+    monkeypatch.setattr(cpu, "SHARED", 1_000)
+    monkeypatch.setattr(cpu, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    for rows in (1, 2, 3, 5):
+        ops.row_stats(torch.zeros(rows, 999))
+    assert started == [2, 4]

@@ -5,7 +5,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE
+from kernel_cases import DEVICE, EXTREME_WORDS
 from scipy import stats as scipy_stats
 from torch import Tensor
 
@@ -27,7 +27,6 @@ KNOWN_ANSWERS = [
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
-EXTREME_WORDS = torch.tensor([0, 1, 2**24, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 1])
 
 
 @triton.jit

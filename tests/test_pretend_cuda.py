@@ -32,6 +32,8 @@ from engine.transfers import HostCopies
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8]]
+# Kernels are interpreted program by program, so heads are few; those of the other architectures are more.
+LLAMA = {"max_position_embeddings": 256, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # whose layers are fused
 
 
@@ -42,7 +44,7 @@ def device() -> Iterator[Device]:
 
 
 def target(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    more = {"max_position_embeddings": 256, "num_hidden_layers": 3} if name == "llama" else {}
+    more = LLAMA if name == "llama" else {}
     return tiny(name, dtype=dtype, pad_token_id=None, **more)  # GPT-2 looks for it in what it reads
 
 
