@@ -28,6 +28,7 @@ from .state import BatchState
 from .target_changes import make_ready, work_of
 
 _USUAL_LENGTHS = (256, 512, 1024)  # tokens of a text, which `warmup` prepares for unless told otherwise; a bucket each
+_DRAFTER_OPTIONS = ("layers", "min_ngram", "max_ngram", "pool_tokens", "num_draft_tokens", "min_reach", "greedy")
 _Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or a chat
 _Params = SamplingParams | Sequence[SamplingParams] | None
 _OnOutput = Callable[[int, Output | InvalidLogitsError], object] | None
@@ -49,7 +50,9 @@ class Engine:
         self.exact = model.device.type != "cpu" if config.exact is None else config.exact
         self.config, self.tokenizer, self.drafter = config, tokenizer, drafter
         self._ranks = Ranks.of(model)
-        self._ranks.require_same("the arguments of engine.load", (config, model.dtype, _described(drafter)))
+        ends = eos_token_ids(model, tokenizer)
+        arguments = (config, model.dtype, sorted(ends), repetition_penalty(model), _described(drafter))
+        self._ranks.require_same("the arguments of engine.load", arguments)
         self._target = RaggedModel(model, config.max_batch_size, self.exact, compile=config.compile)
         if (attach := getattr(drafter, "attach", None)) is not None:
             attach(self._target)
@@ -69,7 +72,7 @@ class Engine:
             BatchState.allocate(config.max_batch_size, self.max_length, model.device),
             self._lengths(),
             config,
-            eos_token_ids(model, tokenizer),
+            ends,
             self.stats,
             late=model.device.type == "cuda",
             ranks=self._ranks,
@@ -169,7 +172,8 @@ class Engine:
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
-        """Continue one prompt, yielding one `Piece` per round; the last one holds the whole `Output`. To stop it early, close it.
+        """Continue one prompt, yielding one `Piece` per round; the last one holds the whole `Output`. To stop it early, close it,
+        under tensor parallelism after the same piece on every rank.
 
         Raises:
             As `generate`, without the attribute `outputs`; bad input is reported by the call itself, before the first piece is
@@ -317,12 +321,12 @@ class Engine:
         return Output(text, request.token_ids, request.prompt, request.finish_reason, request.stats, logprobs)
 
 
-def _described(drafter: Any) -> list[tuple[str, Any]]:
-    """What must be the same of a drafter on all ranks: the class of each stage, and the layers that it runs or reads."""
+def _described(drafter: Any) -> list[tuple[str, list[Any]]]:
+    """What must be the same of a drafter on all ranks: the class of each stage, and its options."""
     described = []
     for stage in stages_of(drafter):
-        layers = getattr(stage, "layers", None)
-        described.append((type(stage).__name__, layers if isinstance(layers, tuple) else None))
+        values = [getattr(stage, name, None) for name in _DRAFTER_OPTIONS]
+        described.append((type(stage).__name__, [v if isinstance(v, int | float | tuple) else None for v in values]))
     return described
 
 

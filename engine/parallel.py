@@ -15,15 +15,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .errors import EngineError, UnsupportedModelError
+from .file_digest import file_digest
 from .graphs import clear_all
 
 TIMEOUT = timedelta(hours=1)  # for one rank to wait for another; from a slow disk, some load far later than others
+_SETTINGS = ("config.json", "generation_config.json")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -104,6 +108,27 @@ def _leave() -> None:
         # group live on where a model's slices refer to it, and one of them may wait for the interpreter, to free the last
         # message: it gets the time.
         time.sleep(0.1)
+
+
+def require_same_checkpoint(folder: Path, revision: str | None, role: str) -> None:
+    """Compare what the ranks are about to read: slices of a stale folder on one of several nodes would make, with those of a new
+    one, a model that is neither. All of them call this.
+
+    Args:
+        revision: the commit, of a hub id, whose weights may not have been fetched yet; None: they are in the folder.
+
+    Raises:
+        ValueError: on every rank, if they differ.
+    """
+    files = [file for file in folder.iterdir() if file.name in _SETTINGS or file.suffix == ".safetensors"]
+    read = [(file.name, file_digest(file)) for file in sorted(files)] if revision is None else revision
+    heard: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, read)
+    if others := [rank for rank, value in enumerate(heard) if value != heard[0]]:
+        raise ValueError(
+            f"{role} must be the same checkpoint on every rank, but that of ranks {others} of {len(heard)} differs from rank 0's; "
+            f"here it is {folder}"
+        )
 
 
 class Ranks:

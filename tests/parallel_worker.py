@@ -117,6 +117,11 @@ def observations(folder: Path) -> dict[str, Any]:
         llm = engine.load(folder / "target", drafter=Oracle(text, lie), num_draft_tokens=3, tensor_parallel=True)
         seen[name] = message(lambda llm=llm: llm.generate(PROMPTS[1], GREEDY))  # type: ignore[misc]
     seen["other_load"] = message(lambda: engine.load(folder / "target", num_draft_tokens=rank, tensor_parallel=True))
+    other = folder / ("draft" if rank else "target")
+    seen["other_target"] = message(lambda: engine.load(other, tensor_parallel=True))
+    seen["other_options"] = message(
+        lambda: engine.load(folder / "target", drafter=engine.NGramDrafter(1 + rank), tensor_parallel=True)
+    )
     layers = f"layer_skip:{1 + rank}"
     seen["other_layers"] = message(lambda: engine.load(folder / "target", drafter=layers, tensor_parallel=True))
     cascade = f"ngram+layer_skip:{rank}-1"

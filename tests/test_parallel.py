@@ -18,6 +18,7 @@ from tiny_models import CONFIGS, greedy, perturbed, tiny
 from transformers import AutoConfig, GPTNeoXConfig, PreTrainedModel
 
 import engine
+from engine import parallel
 from engine.packing import PackedLinear
 from engine.parallel import Ranks
 
@@ -137,8 +138,11 @@ def test_ranks_that_were_given_different_things_are_told(ranks: list[dict[str, A
             assert seen[case].startswith("ValueError: the arguments of warmup must be the same on every rank")
         assert seen["all_bad_warmup"] == "ValueError: batch_sizes must be in [1, 3], got 0"
         assert seen["all_bad_prompts"] == "ValueError: prompts[1] must hold token ids in [0, 64), got -1"
-        for case in ("other_load", "other_layers", "other_stage"):
+        for case in ("other_load", "other_options", "other_layers", "other_stage"):
             assert seen[case].startswith("ValueError: the arguments of engine.load must be the same on every rank")
+        assert seen["other_target"].startswith(
+            "ValueError: target must be the same checkpoint on every rank, but that of ranks [1] of 2 differs from rank 0's; here"
+        )
         assert seen["after_errors"] == seen["ngram"]
 
 
@@ -289,3 +293,42 @@ def test_ranks_talk_over_the_hosts_wherever_torch_makes_tensors(monkeypatch: pyt
     with torch.device("meta"):
         assert Ranks(size=2).end_round(["a row"], [0.5, 2.0]) == [0.5, 2.0]
         assert Ranks(size=2).agree_on([7, 2**62]) == [7, 2**62]
+
+
+@pytest.mark.parametrize("changed", ["config.json", "generation_config.json", "model.safetensors", None])
+def test_a_checkpoint_that_is_another_on_one_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str | None
+) -> None:
+    """Whatever the folders are called, and what else is in them."""
+    heard: list[Any] = []
+
+    def gather(found: list[Any], own: Any) -> None:
+        heard.append(own)
+        found[:] = heard * 2 if len(heard) == 1 else heard
+
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(parallel.dist, "all_gather_object", gather)
+    for name in ("here", "there"):
+        tiny().save_pretrained(tmp_path / name)
+        (tmp_path / name / "README.md").write_text(name)
+    parallel.require_same_checkpoint(tmp_path / "here", None, "target")
+    if changed is None:
+        parallel.require_same_checkpoint(tmp_path / "there", None, "target")
+        return
+    content = bytearray((tmp_path / "there" / changed).read_bytes())
+    content[-2] ^= 1
+    (tmp_path / "there" / changed).write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"target must be the same checkpoint .* ranks \[1\] of 2 .* here it is .*there"
+    ):
+        parallel.require_same_checkpoint(tmp_path / "there", None, "target")
+
+
+def test_a_hub_id_of_another_commit_on_one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(
+        parallel.dist, "all_gather_object", lambda found, own: found.__setitem__(slice(None), ["a", own])
+    )
+    parallel.require_same_checkpoint(tmp_path, "a", "target")
+    with pytest.raises(ValueError, match="target must be the same checkpoint on every rank"):
+        parallel.require_same_checkpoint(tmp_path, "b", "target")

@@ -541,6 +541,14 @@ def test_damaged_work_is_named(target: Path, whole: Path, tmp_path: Path) -> Non
     (out / "work" / "answers.jsonl").write_text("\n".join([lines[0], "{}", *lines[2:], ""]))
     with pytest.raises(ValueError, match=r"answers.jsonl:2 must be an answer"):
         train_drafter(PROMPTS, out, options(target))
+    first = json.loads(lines[0])
+    for ids in ([10**6], [-1], ["a"], [1.5], [True], 7):
+        line = json.dumps(first | {"token_ids": ids})
+        (out / "work" / "answers.jsonl").write_text("\n".join([line, *lines[1:], ""]))
+        with pytest.raises(
+            ValueError, match=r"answers.jsonl:1 must be an answer in token ids in \[0, \d+\), as .*, got "
+        ):
+            train_drafter(PROMPTS, out, options(target))
     (out / "work" / "settings.json").write_text("[]")
     with pytest.raises(ValueError, match=r"settings.json must be the JSON object"):
         train_drafter(PROMPTS, out, options(target))
@@ -603,6 +611,7 @@ def test_a_target_with_other_weights_than_before(target: Path, whole: Path, tmp_
     (aim / "notes.txt").write_text("of no weight")
     before = files_of(out)
     check_out(out, settings | {"target_sha256": checkpoint_digest(aim)})
+    check_out(out, settings | {"target": "by another path"})
     weights = load_file(aim / "model.safetensors")
     weights["lm_head.weight"] += 1
     save_file(weights, aim / "model.safetensors", {"format": "pt"})
@@ -743,6 +752,7 @@ def test_numbers_of_numpy() -> None:
         (["one"], {}, "prompts must be at least 2, one of them for validation, got 1"),
         ("one", {}, "prompts must be at least 2, one of them for validation, got a string"),
         ({"input_ids": [[1], [2]], "attention_mask": [[1], [1]]}, {}, "at least 2, .*, got dict"),
+        (iter(["one", "two"]), {}, "at least 2, .*, got list_iterator"),
         ("one", {}, "prompts must be at least 2"),
         (["one", " "], {}, r"prompts\[1\] must not be empty"),
         (["one", "x" * 60], {}, r"prompts\[1\] has \d+ tokens; at most 47 leave room for a new one in max_length = 48"),
@@ -767,6 +777,9 @@ def test_out_that_holds_something_else(target: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="out must be a folder, got ''"):
         train_drafter(PROMPTS, "", options(target))
+    for name in ("o" * 300, "nul\0"):
+        with pytest.raises(ValueError, match="out must be a folder that can be made, got '"):
+            train_drafter(PROMPTS, tmp_path / name, options(target))
     with pytest.raises(ValueError, match=r"out must be a folder, got the file .*file"):
         train_drafter(PROMPTS, tmp_path / "file", options(target))
     for name in ("notes.txt", "work/answers.jsonl"):

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from ..config import SamplingParams
 from ..engine import Engine
 from ..errors import InvalidLogitsError
+from ..model_support import vocab_size
 from ..output import Output
 from .files import no_room
 
@@ -71,7 +72,7 @@ def answer_prompts(
     """
     size = _BATCHES_PER_GROUP * llm.config.max_batch_size
     done = read_answers(file)
-    _check(done, prompts, file)
+    _check(done, prompts, vocab_size(llm.target_model), file)
     if len(done) < len(prompts):
         done = done[: len(done) // size * size]
     if file.exists():  # without what was cut off
@@ -112,13 +113,18 @@ def answer_prompts(
     return done
 
 
-def _check(answers: Sequence[Answer], prompts: Sequence[list[int]], file: Path) -> None:
+def _check(answers: Sequence[Answer], prompts: Sequence[list[int]], num_tokens: int, file: Path) -> None:
     """Their settings are the same; but a target may have got another tokenizer, or the file something else in it."""
     if len(answers) > len(prompts):
         raise ValueError(f"{file} must hold one answer to each of {len(prompts)} prompts, got {len(answers)} answers")
     for index, (answer, prompt) in enumerate(zip(answers, prompts, strict=False)):
         if answer.prompt_token_ids != prompt:
             raise ValueError(f"{file}:{index + 1} must be the answer to prompts[{index}], got one to other token ids")
+        ids = answer.token_ids
+        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < num_tokens for token in ids):
+            raise ValueError(
+                f"{file}:{index + 1} must be an answer in token ids in [0, {num_tokens}), as a training wrote it, got {ids!r:.100}"
+            )
 
 
 def _length_of(file: Path, lines: int) -> int:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import BatchEncoding
 
 from ..atomic_files import written_whole
-from .file_digest import file_digest
+from ..file_digest import file_digest
 
 WORK = "work"
 LOCK = "lock"
@@ -95,11 +95,18 @@ def check_out(out: Path, settings: Mapping[str, Any]) -> None:
     Raises:
         ValueError: if it holds anything but the work of a run with the same settings.
     """
-    if out.exists() and not out.is_dir():
+    try:
+        out.stat()
+        exists = True
+    except FileNotFoundError:
+        exists = False
+    except (OSError, ValueError) as error:  # too long a name, or one with a NUL
+        raise ValueError(f"out must be a folder that can be made, got {str(out)!r}: {error}") from error
+    if exists and not out.is_dir():
         raise ValueError(f"out must be a folder, got the file {out}")
     file = out / WORK / SETTINGS
     if not file.exists():
-        others = [path.name for path in (out.iterdir() if out.exists() else ()) if path.name != WORK]
+        others = [path.name for path in (out.iterdir() if exists else ()) if path.name != WORK]
         if others or any(path.name != LOCK and path.suffix != ".partial" for path in (out / WORK).glob("*")):
             raise ValueError(f"out must be a new or empty folder, or one in which a training was begun, got {out}")
         return
@@ -112,12 +119,18 @@ def check_out(out: Path, settings: Mapping[str, Any]) -> None:
     other = [
         _HASHES.get(name) or f"{name} ({before.get(name)!r} before, {value!r} now)"
         for name, value in settings.items()
-        if before.get(name) != value
+        if before.get(name) != value and not _same_files(name, before, settings)
     ]
     if other:
         raise ValueError(
             f"out must be new or hold work with the same options and prompts; the run in {out} differs in {', '.join(other)}"
         )
+
+
+def _same_files(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether an option names a checkpoint of the same files, if by another path."""
+    digest = now.get(f"{name}_sha256")
+    return digest is not None and digest == before.get(f"{name}_sha256")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,9 @@ def _settings(options: TrainingOptions, prompts: Sequence[Any]) -> dict[str, Any
 
 def _check_prompts(prompts: Sequence[Any]) -> None:
     several = "prompts must be at least 2, one of them for validation, got"
-    if isinstance(prompts, str | Mapping):  # a list of characters, or of names
+    if isinstance(prompts, str) or not isinstance(
+        prompts, Sequence
+    ):  # a list of characters, or what has no order or length
         raise ValueError(f"{several} {'a string' if isinstance(prompts, str) else type(prompts).__name__}")
     if len(prompts) < 2:
         raise ValueError(f"{several} {len(prompts)}")
