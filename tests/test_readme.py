@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -183,6 +184,19 @@ def test_many_prompts(label: str, folder: str) -> None:
 def test_sampled_drafts(label: str, folder: str, method: str) -> None:
     found = measured(folder, method)
     assert cells(label)[:3] == [found[name] for name in ("median", "mean", "worst")]
+
+
+def test_sampled_drafts_without_the_best_ratio() -> None:
+    lines = (RESULTS / "sampled_avx2_cpu" / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    rates: dict[str, dict[tuple[int, int], float]] = {}
+    for record in map(json.loads, lines):
+        rate = record["new_tokens"] / record["seconds"]
+        rates.setdefault(record["method"], {})[record["line"], record["turn"]] = rate
+    others = rates["transformers plain"]
+    ratios = {name: sorted(rate / others[key] for key, rate in each.items()) for name, each in rates.items()}
+    kept = [ratios[f"ours ngram+{HEAD} K=auto{rule}"] for rule in ("", " block")]
+    assert [round(each[-1]) for each in kept] == [14, 14]
+    assert "has 14x under both" in TEXT and f"are {mean(kept[0][:-1]):.2f}x and {mean(kept[1][:-1]):.2f}x." in TEXT
 
 
 def test_fixed_drafts() -> None:

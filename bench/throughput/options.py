@@ -124,7 +124,7 @@ class Options:
             check_source("target", self.target)
         labels: dict[str, str] = {}
         for drafter in self.drafters:
-            if drafter.startswith("synthetic:"):
+            if drafter.split(":")[0] == "synthetic":
                 synthetic_acceptance(drafter)
             for place in checkpoints(drafter):
                 check_source("drafter", place)
