@@ -80,7 +80,7 @@ def _scaled(fields: dict[str, Any]) -> dict[str, Any]:
     kind, factor = fields.get("rope.scaling.type", "none"), fields.get("rope.scaling.factor", 1.0)
     if "rope.scale_linear" in fields:  # of older files
         kind, factor = "linear", fields["rope.scale_linear"]
-    if kind == "none" or (kind != "longrope" and factor == 1.0):
+    if kind == "none" or (kind != "longrope" and factor in (0.0, 1.0)):  # 0 is none, too
         return {}
     others = [name for name, usual in _USUAL.items() if fields.get(f"rope.scaling.{name}", usual) != usual]
     if kind not in ("linear", "yarn") or others:

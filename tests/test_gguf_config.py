@@ -77,6 +77,7 @@ FILES = {
     ),
     "llama3": (divided(llama3_divisors(8.0, SLOW_THETA), SLOW_THETA), dict(LLAMA3, factor=8.0, rope_theta=SLOW_THETA)),
     "nothing, of factor 1": (scaled(RopeScalingType.LINEAR, 1.0), {}),
+    "nothing, of factor 0": (scaled(RopeScalingType.LINEAR, 0.0), {}),
     "nothing, of divisors 1": (divided(np.ones(HEAD // 2, dtype=np.float32)), {}),
     "none": (scaled(RopeScalingType.NONE, 4.0), {}),
 }
