@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 import engine
 from engine import weight_layouts
 from engine.packing import PackedLinear, pack_linears
-from engine.weight_layouts import FBGEMM, OneDNN, RowMajor, layout_of, layouts_for
+from engine.weight_layouts import FBGEMM, Columns, OneDNN, RowMajor, layout_of, layouts_for
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -159,8 +160,51 @@ def test_bfloat16_goes_where_the_processor_has_instructions(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert layouts_for(torch.bfloat16) == of_bfloat16
     assert layouts_for(torch.float16) == (OneDNN, FBGEMM)
-    assert layouts_for(torch.float32) == (RowMajor,)
     assert layouts_for(torch.float64) == ()
+
+
+@pytest.mark.parametrize("slow", [RowMajor, Columns])
+def test_float32_is_read_the_quicker_way(slow: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    for layout in (RowMajor, Columns):
+        seconds = 0.02 if layout is slow else 0.005
+        monkeypatch.setattr(layout, "multiply", lambda self, input, seconds=seconds: time.sleep(seconds))
+    monkeypatch.setattr(weight_layouts, "_columns_are_quicker", weight_layouts._columns_are_quicker.__wrapped__)
+    assert layouts_for(torch.float32) == ((Columns, RowMajor) if slow is RowMajor else (RowMajor,))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_rows_as_columns(with_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(40, 24), torch.randn(40) if with_bias else None
+    columns = Columns(weight, bias)
+    assert columns.weight() is weight
+    for rows in (*range(1, 10), 63, 64, 65):
+        x = torch.randn(rows, 24)
+        expected = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
+        found = columns.multiply(x)
+        assert found.is_contiguous() and columns.multiply(x[None, :, None]).equal(found[None, :, None])
+        torch.testing.assert_close(found, expected)
+    x = torch.randn(2, 7, 24)
+    assert columns.multiply(x.transpose(0, 1)).equal(columns.multiply(x.transpose(0, 1).contiguous()))
+
+
+def test_columns_come_in_fours_unless_they_are_one_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(weight_layouts, "pad", lambda x, by: seen.append(len(x) + by[-1]) or nn.functional.pad(x, by))
+    columns = Columns(torch.ones(4, 8), None)
+    given = [1, 2, 4, 5, 9, 64, 65]
+    assert [len(columns.multiply(torch.ones(rows, 8))) for rows in given] == given
+    assert seen == [4, 4, 8, 12, 64]
+
+
+def test_columns_whose_rows_depend_on_their_place_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = Columns.multiply
+    monkeypatch.setattr(weight_layouts, "_columns_are_quicker", lambda: True)
+    assert layout_of.__wrapped__(torch.float32) in (Columns, RowMajor)
+    monkeypatch.setattr(
+        Columns, "multiply", lambda self, x: multiply(self, x) * (1 + torch.arange(len(x))[:, None] / 100)
+    )
+    assert layout_of.__wrapped__(torch.float32) is RowMajor
 
 
 class Attention(nn.Module):
