@@ -400,24 +400,27 @@ def test_a_bad_prompt_is_found_before_any_is_answered(
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_bytes_that_are_no_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_no_text(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One bad line does not end a conversation; a prompt of an argument or from standard input is refused."""
-    common = ["-t", str(checkpoint), "--json", "-n", "2"]
 
-    def run(command: str, stdin: bytes, *more: str) -> subprocess.CompletedProcess[bytes]:
-        words = [sys.executable, "-m", "engine", command, *common, *more]
-        return subprocess.run(words, cwd=ROOT, input=stdin, capture_output=True, timeout=300, check=False)
+    def run(command: str, stdin: bytes, *more: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        status = cli.main([command, "-t", str(checkpoint), "--json", "-n", "2", *more])
+        return status, *capsys.readouterr()
 
-    done = run("chat", b"o\rne\nt\xffo\nthree\r\n")  # only line feeds end lines
-    reasons = [record["finish_reason"] for record in json_lines(done.stdout.decode())]
-    assert done.returncode == 1 and reasons == ["length", "error", "length"]
-    assert b"error: message must be valid Unicode text, got '\\udcff' at index 1" in done.stderr
+    status, out, err = run("chat", b"o\rne\nt\xffo\nthree\r\n")  # only line feeds end lines
+    reasons = [record["finish_reason"] for record in json_lines(out)]
+    assert status == 1 and reasons == ["length", "error", "length"]
+    assert "error: message must be valid Unicode text, got '\\udcff' at index 1" in err
     refused = "error: prompts[1] must be valid Unicode text, got '\\udcff' at index 1"
-    done = run("generate", b"a\nb\xff\n", "-f", "-")
-    assert done.returncode == 2 and not done.stdout and refused in done.stderr.decode()
-    assert cli.main(["generate", *common, "a", os.fsdecode(b"b\xff")]) == 2  # as Python hands over arguments
-    captured = capsys.readouterr()
-    assert not captured.out and refused in captured.err
+    for stdin, more in (
+        (b"a\nb\xff\n", ["-f", "-"]),
+        (b"", ["a", os.fsdecode(b"b\xff")]),
+    ):  # as Python hands over arguments
+        status, out, err = run("generate", stdin, *more)
+        assert status == 2 and not out and refused in err
 
 
 def test_no_prompt_on_a_terminal(

@@ -33,7 +33,7 @@ QUESTIONS = [
 ]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
 Size = tuple[int, int]  # questions and new tokens of each
-SHORT, LONG = (4, 24), (len(QUESTIONS), 48)
+SHORT, LONG = (4, 16), (len(QUESTIONS), 48)
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
