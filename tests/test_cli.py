@@ -415,10 +415,8 @@ def test_bytes_that_are_no_text(
     assert status == 1 and reasons == ["length", "error", "length"]
     assert "error: message must be valid Unicode text, got '\\udcff' at index 1" in err
     refused = "error: prompts[1] must be valid Unicode text, got '\\udcff' at index 1"
-    for stdin, more in (
-        (b"a\nb\xff\n", ["-f", "-"]),
-        (b"", ["a", os.fsdecode(b"b\xff")]),
-    ):  # as Python hands over arguments
+    argument = os.fsdecode(b"b\xff")  # as Python hands it over
+    for stdin, more in ((b"a\nb\xff\n", ["-f", "-"]), (b"", ["a", argument])):
         status, out, err = run("generate", stdin, *more)
         assert status == 2 and not out and refused in err
 

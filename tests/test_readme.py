@@ -2,8 +2,9 @@
 
 import json
 import re
+from itertools import takewhile
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_drafters(label: str, number: int, method: str) -> None:
 
 PROCESSORS = [
     *("throughput_cpu", "throughput_compiled_cpu", "throughput_epyc_cpu", "throughput_epyc_compiled_cpu"),
-    "throughput_avx2_cpu",
+    *("throughput_avx2_cpu", "throughput_float32_avx2_cpu"),
 ]
 
 
@@ -101,16 +102,15 @@ PROCESSORS = [
 def test_processors(folder: str) -> None:
     at = next(i for i, row in enumerate(ROWS) if row[0] == "processor")
     first = next(i for i, row in enumerate(ROWS) if i > at and f"[{folder}]" in row[-1])
-    rows = {row[1]: row[2:5] for row in ROWS[first : first + 4]}
-    if "compiled" in folder:
-        rows.popitem()  # of the next processor: `transformers` has no row of its own there
+    others = takewhile(lambda row: row[0] == "", ROWS[first + 1 :])
+    rows = {row[1]: row[2:5] for row in (ROWS[first], *others)}
     names = {
         "`transformers` plain": "transformers plain",
         "ours, plain": "ours plain",
         '`"ngram"`': "ours ngram K=auto",
         "n-gram or else the head": f"ours ngram+{HEAD} K=auto",
     }
-    assert len(rows) == 3 + ("compiled" not in folder)
+    assert len(rows) == 4 - ("compiled" in folder or "float32" in folder)
     for label, (against_others, to_plain, tokens) in rows.items():
         found = measured(folder, names[label])
         drafts, ours = "K=" in names[label], "ours" in names[label]
@@ -186,14 +186,31 @@ def test_sampled_drafts(label: str, folder: str, method: str) -> None:
     assert cells(label)[:3] == [found[name] for name in ("median", "mean", "worst")]
 
 
+def rates(folder: str, dtype: str) -> dict[str, dict[tuple[int, int], float]]:
+    """Tokens/s by method and prompt."""
+    found: dict[str, dict[tuple[int, int], float]] = {}
+    for line in (RESULTS / folder / "records.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["contest"]["dtype"] == dtype:
+            rate = record["new_tokens"] / record["seconds"]
+            found.setdefault(record["method"], {})[record["line"], record["turn"]] = rate
+    return found
+
+
+def test_half_precision_against_transformers_in_float32() -> None:
+    ours, others = (rates("throughput_float32_avx2_cpu", dtype) for dtype in ("bfloat16", "float32"))
+    medians = [
+        median(rate / others["transformers plain"][key] for key, rate in ours[name].items())
+        for name in ("ours plain", f"ours ngram+{HEAD} K=auto")
+    ]
+    text = " ".join(TEXT.split())
+    assert f"to {medians[0]:.2f} times the tokens/s in the median" in text and f"to {medians[1]:.2f} times with" in text
+
+
 def test_sampled_drafts_without_the_best_ratio() -> None:
-    lines = (RESULTS / "sampled_avx2_cpu" / "records.jsonl").read_text(encoding="utf-8").splitlines()
-    rates: dict[str, dict[tuple[int, int], float]] = {}
-    for record in map(json.loads, lines):
-        rate = record["new_tokens"] / record["seconds"]
-        rates.setdefault(record["method"], {})[record["line"], record["turn"]] = rate
-    others = rates["transformers plain"]
-    ratios = {name: sorted(rate / others[key] for key, rate in each.items()) for name, each in rates.items()}
+    found = rates("sampled_avx2_cpu", "bfloat16")
+    others = found["transformers plain"]
+    ratios = {name: sorted(rate / others[key] for key, rate in each.items()) for name, each in found.items()}
     kept = [ratios[f"ours ngram+{HEAD} K=auto{rule}"] for rule in ("", " block")]
     assert [round(each[-1]) for each in kept] == [14, 14]
     assert "has 14x under both" in TEXT and f"are {mean(kept[0][:-1]):.2f}x and {mean(kept[1][:-1]):.2f}x." in TEXT
