@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny
 from training_cases import PROMPTS, options, write_target
 
 import engine
@@ -117,7 +118,7 @@ def test_prompts_are_answered_in_the_same_groups_after_an_interruption(tmp_path:
         asked.append(sorted(token for (token,) in group))
         return [SimpleNamespace(prompt_token_ids=prompt, token_ids=[7]) for prompt in group]
 
-    llm: Any = SimpleNamespace(config=SimpleNamespace(max_batch_size=1), generate=generate)
+    llm: Any = SimpleNamespace(config=SimpleNamespace(max_batch_size=1), generate=generate, target_model=tiny())
     whole = answer_prompts(llm, prompts, file, (0.0,), 1, 0)
     before, lines = list(asked), file.read_bytes().splitlines(keepends=True)
     assert len(before) == 3 and len(before[1]) == 8
