@@ -25,15 +25,20 @@ VOCAB = 16
 PROMPT = [3, 5, 7, 3, 5, 7, 3, 5]  # n-gram drafts 7
 PROMPTS = (PROMPT, [11, 4, 11, 4, 11])
 RULES = ("rejection", "block", "coupled")
+# Whose text depends on drafts. Under "coupled" it is that of plain decoding, which other tests show of each drafter.
+DRAFTS_COUNT = RULES[:2]
 SETTINGS: list[dict[str, Any]] = [dict(temperature=1.0), dict(temperature=0.7, top_k=10, top_p=0.9)]
 SOME = 8_000  # samples where every drafter is tried with every rule
 SIDE_BY_SIDE = 128  # samples of one prompt: rows of one width attend together where they are neighbours
 
 
-def every_rule(*long: Any, setting: int = 0, settings: Sequence[dict[str, Any]] = SETTINGS) -> list[Any]:
-    """(verification, sampling, samples): every rule by default, under one sampling and the next; `long` ones under -m slow."""
+def every_rule(
+    *long: Any, setting: int = 0, settings: Sequence[dict[str, Any]] = SETTINGS, rules: Sequence[str] = RULES
+) -> list[Any]:
+    """(verification, sampling, samples): every one of the rules by default, under one sampling and the next; `long` ones, of all
+    rules, under -m slow."""
     return [
-        *((rule, settings[(index + setting) % 2], SOME) for index, rule in enumerate(RULES)),
+        *((rule, settings[(index + setting) % 2], SOME) for index, rule in enumerate(rules)),
         *(
             pytest.param(rule, sampling, count, marks=pytest.mark.slow)
             for count in long

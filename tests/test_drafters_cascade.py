@@ -7,7 +7,7 @@ import pytest
 import torch
 from drafter_cases import Fixed, Knowing, Stateless, bare_state, cascade_of
 from replayed_graphs import with_graphs
-from sampled_laws import SOME, every_rule, flat_target, p_value
+from sampled_laws import DRAFTS_COUNT, SOME, every_rule, flat_target, p_value
 from tiny_models import greedy, perturbed, random_prompts, tiny
 from transformers import PreTrainedModel
 
@@ -232,7 +232,9 @@ def small_target() -> PreTrainedModel:
     return flat_target(VOCAB)
 
 
-@pytest.mark.parametrize(("verification", "setting", "count"), every_rule(SOME, 200_000, settings=SETTINGS))
+@pytest.mark.parametrize(
+    ("verification", "setting", "count"), every_rule(SOME, 200_000, settings=SETTINGS, rules=DRAFTS_COUNT)
+)
 @pytest.mark.parametrize("blind", [False, pytest.param(True, marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("stage", [engine.DraftModel, Stepping])
 def test_the_law_of_samples(

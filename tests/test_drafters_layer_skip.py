@@ -249,7 +249,6 @@ WHOLE = [
     [
         ("rejection", EXIT, 0, COUNT),
         ("block", EXIT, 1, COUNT),
-        ("coupled", EXIT, 0, COUNT),
         ("rejection", GREEDY[0], 1, COUNT),
         ("rejection", SET, 1, COUNT),
         ("block", SET, 0, COUNT),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from drafter_cases import Knowing as KnowingTexts
-from sampled_laws import SETTINGS, SOME, every_rule, flat_target, p_value
+from sampled_laws import DRAFTS_COUNT, SETTINGS, SOME, every_rule, flat_target, p_value
 from tiny_models import VOCAB, greedy, perturbed, random_prompts, tiny
 from transformers import PreTrainedModel
 
@@ -217,7 +217,7 @@ def check_law(target: PreTrainedModel, kind: str, verification: str, setting: di
     assert 0.02 < llm.stats.acceptance_rate < 0.95, "neither acceptance nor rejection is tested"
 
 
-@pytest.mark.parametrize(("verification", "setting", "count"), every_rule(200_000, setting=1))
+@pytest.mark.parametrize(("verification", "setting", "count"), every_rule(200_000, setting=1, rules=DRAFTS_COUNT))
 @pytest.mark.parametrize("kind", ["staged", "greedy", pytest.param("staged-greedy", marks=pytest.mark.slow)])
 def test_sampling_law(
     law_target: PreTrainedModel, kind: str, verification: str, setting: dict[str, Any], count: int

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from drafter_cases import NOT_DISPUTED, commit, state_of
-from sampled_laws import PROMPT, SETTINGS, every_rule, flat_target, g_test, law, p_value
+from sampled_laws import DRAFTS_COUNT, PROMPT, SETTINGS, every_rule, flat_target, g_test, law, p_value
 from tiny_models import greedy, random_prompts, tiny
 from transformers import PreTrainedModel
 
@@ -253,7 +253,7 @@ def test_after_a_call_that_was_left_early(target: PreTrainedModel) -> None:
     assert llm.generate([[5, 6, 7]] * 5, params)[4].token_ids == expected
 
 
-@pytest.mark.parametrize(("verification", "setting", "count"), every_rule(200_000))
+@pytest.mark.parametrize(("verification", "setting", "count"), every_rule(200_000, rules=DRAFTS_COUNT))
 def test_the_law_of_samples(
     target: PreTrainedModel,
     verification: str,

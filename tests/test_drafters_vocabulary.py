@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drafter_cases import Sometimes
-from sampled_laws import SETTINGS, SOME, every_rule, flat_target, p_value
+from sampled_laws import DRAFTS_COUNT, SETTINGS, SOME, every_rule, flat_target, p_value
 from sampled_laws import VOCAB as LAW_VOCAB
 from tiny_models import greedy, perturbed, random_prompts, tiny
 from tiny_tokenizer import EOS, VOCAB, byte_tokenizer, sentencepiece_like
@@ -446,7 +446,7 @@ def law_engine(target: PreTrainedModel, kind: str, verification: str) -> engine.
     return engine.load(target, drafter=drafter, num_draft_tokens=3, max_batch_size=2048, verification=verification)
 
 
-@pytest.mark.parametrize(("verification", "setting", "count"), every_rule(100_000, setting=1))
+@pytest.mark.parametrize(("verification", "setting", "count"), every_rule(100_000, setting=1, rules=DRAFTS_COUNT))
 @pytest.mark.parametrize("kind", ["intersection", "re-encoding", pytest.param("greedy", marks=pytest.mark.slow)])
 def test_sampling_law(
     law_target: PreTrainedModel, kind: str, verification: str, setting: dict[str, Any], count: int

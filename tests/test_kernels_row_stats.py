@@ -138,8 +138,15 @@ FILTERS = {"top_k": [1, 7, 40, 41, 300, 0, 0, 0, 50, 5000], "top_p": [1, 1, 1, 1
            "min_p": [0, 0.2, 0, 0, 1e-4, 0, 0.01, 0, 0, 1e-6]}  # fmt: skip
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(
+    ("places", "temperature"),
+    [
+        *((places, 1.0) for places in PLACES),
+        *((PLACES[0], 0.5), (PLACES[-1], 1.5)),
+        *(pytest.param(places, 0.5, marks=pytest.mark.slow) for places in PLACES[1:]),
+        *(pytest.param(places, 1.5, marks=pytest.mark.slow) for places in PLACES[:-1]),
+    ],
+)
 def test_filters_of_words(places: str, temperature: float) -> None:
     """Where the threshold is among few groups of tokens, where among many, and where it is not worth a look at them."""
     # Not of seed 7: there the tokens that stay in one row have the mass that top-p wants to within two roundings.
