@@ -67,9 +67,9 @@ def read_checkpoint(
         parallel.check_divisible(config, num_ranks, role)
         device = parallel.join()
         if num_ranks > 1:
-            parallel.require_same_checkpoint(folder, None if Path(location).exists() else folder.name, role)
             from transformers.distributed.configuration_utils import DistributedConfig
 
+            parallel.require_same_checkpoint(folder, None if Path(location).exists() else folder.name, role)
             options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
     try:
         model = whole_model(location, config, dtype=dtype, **options)

@@ -104,12 +104,12 @@ def _read_divisors(reader: Any, config: PretrainedConfig, rope: dict[str, Any]) 
     divisors = torch.tensor(tensors.get("rope_freqs.weight", [1.0]), dtype=torch.float64)
     if bool((divisors == 1).all()):
         return
-    size = _head_dim(config)
+    size = 2 * len(divisors)
     frequencies = rope["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size) / divisors
     if rope is config.rope_parameters and rope["rope_type"] == "default":
         rope |= {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA3}
         found, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
-        if torch.allclose(found.double(), frequencies, rtol=1e-4, atol=0.0):
+        if found.shape == frequencies.shape and torch.allclose(found.double(), frequencies, rtol=1e-4, atol=0.0):
             return
     raise ValueError(
         "its rotary frequencies are divided by other numbers (rope_freqs.weight) than those of Llama 3.1 and 3.2"

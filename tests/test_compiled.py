@@ -12,7 +12,7 @@ import torch
 from tiny_models import CONFIGS, EAGER_ONLY, GROUPED_EXPERTS, perturbed, random_prompts, tiny
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 
 import engine
@@ -153,26 +153,36 @@ def test_what_another_thread_compiles_is_not_this_ones_affair(tmp_path: Path, mo
     assert [texts(llm) for llm in engines] == [expected, expected]
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("place", ["layer", "attention", "all modules"])
-def test_hooks_that_come_later_are_run(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_that_come_later_are_run(place: str, before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch does not look for those of modules within; a graph would go on without them, while prompts are read with them."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # graphs are what matters
     target = tiny(dtype=torch.float32)
     llm = engine.load(target, drafter=None, compile=True)
-    before, called = texts(llm), []
+    unhooked, called = texts(llm), []
 
-    def halve(module: nn.Module, args: Any, output: Any) -> Any:
+    def half(value: Any) -> Any:
+        return value * 0.5 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def halve(module: nn.Module, args: Any, output: Any = None) -> Any:
         called.append(1)
-        return output * 0.5 if isinstance(output, torch.Tensor) else output
+        return tuple(map(half, args)) if before else half(output)
 
+    name = "register_forward_pre_hook" if before else "register_forward_hook"
     hooked = {"layer": target.model.layers[1].mlp, "attention": target.model.layers[0].self_attn.v_proj}.get(place)
-    hook = register_module_forward_hook(halve) if hooked is None else hooked.register_forward_hook(halve)
+    register = (
+        getattr(hooked, name)
+        if hooked is not None
+        else getattr(torch_modules, name.replace("register_", "register_module_"))
+    )
+    hook = register(halve)
     try:
         found, seen = texts(llm), len(called)
         assert found == texts(engine.load(target, drafter=None)) and seen > 12
     finally:
         hook.remove()
-    assert texts(llm) == before
+    assert texts(llm) == unhooked
 
 
 def test_torch_that_is_told_not_to_compile() -> None:
@@ -260,28 +270,6 @@ def test_what_others_have_compiled_beside_attention_is_used() -> None:
         model.transformer.h[1].mlp.compile(backend="eager")
         assert texts(engine.load(model, drafter="ngram")) == expected
     assert number_of_graphs() >= 2
-
-
-@pytest.mark.parametrize("place", ["layer", "all modules"])
-def test_hooks_before_a_module_that_come_later_are_run(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    target = tiny(dtype=torch.float32)
-    llm = engine.load(target, drafter=None, compile=True)
-    before, called, mlp = texts(llm), [], target.model.layers[1].mlp
-
-    def halve(module: nn.Module, args: Any) -> Any:
-        if module is not mlp:
-            return None
-        called.append(1)
-        return (args[0] * 0.5,)
-
-    hook = mlp.register_forward_pre_hook(halve) if place == "layer" else register_module_forward_pre_hook(halve)
-    try:
-        found, seen = texts(llm), len(called)
-        assert found == texts(engine.load(target, drafter=None)) and seen > 12
-    finally:
-        hook.remove()
-    assert texts(llm) == before
 
 
 def test_a_forward_of_the_models_own_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

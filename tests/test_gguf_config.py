@@ -107,6 +107,10 @@ REFUSED = {
         divided(np.array([1, 2, 8, 8], dtype=np.float32)),
         "its rotary frequencies are divided by other",
     ),
+    "divisors of other heads": (
+        divided(llama3_divisors(8.0, SLOW_THETA, 2 * HEAD), SLOW_THETA),
+        "its rotary frequencies are divided by other",
+    ),
     "no divisor": (
         divided(np.full(HEAD // 2, np.nan, dtype=np.float32)),
         "its rotary frequencies are divided by other",

@@ -198,13 +198,14 @@ def test_columns_come_in_fours_unless_they_are_one_or_many(monkeypatch: pytest.M
 
 
 def test_columns_whose_rows_depend_on_their_place_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply = Columns.multiply
     monkeypatch.setattr(weight_layouts, "_columns_are_quicker", lambda: True)
-    assert layout_of.__wrapped__(torch.float32) in (Columns, RowMajor)
-    monkeypatch.setattr(
-        Columns, "multiply", lambda self, x: multiply(self, x) * (1 + torch.arange(len(x))[:, None] / 100)
-    )
-    assert layout_of.__wrapped__(torch.float32) is RowMajor
+    for difference, expected in ((0.0, Columns), (0.01, RowMajor)):
+
+        def multiply(self: Columns, x: torch.Tensor, difference: float = difference) -> torch.Tensor:
+            return RowMajor.multiply(self, x[:1]) * (1 + difference * torch.arange(len(x))[:, None])
+
+        monkeypatch.setattr(Columns, "multiply", multiply)
+        assert layout_of.__wrapped__(torch.float32) is expected
 
 
 class Attention(nn.Module):

@@ -63,6 +63,7 @@ LOOKUP = "transformers lookup K=5"
         (["--drafts", "hot"], "drafts must be of own, greedy, sampled, got 'hot'"),
         (["--template", "alpaca"], "template must be one of auto, chat, raw, got 'alpaca'"),
         (["-d", "synthetic:1.5"], "acceptance A in [0, 1], got '1.5'"),
+        (["-d", "synthetic"], "drafter synthetic:A must have an acceptance A in [0, 1], got 'synthetic'"),
         (["-d", "./no/such/model"], "drafter must be an existing path or a hub id, got './no/such/model'"),
         (["-d", "ngram+staged:./no/model"], "drafter must be an existing path or a hub id, got './no/model'"),
         (["-d", "ngram+layer_skip:3-1"], "drafter layer_skip:... must have a number of layers >= 1"),
